@@ -1,4 +1,4 @@
-"""The errors a user can cause, each with its place, its value, what is allowed, and an exit code."""
+"""The errors a user can cause: each with its place, value, what is allowed, and an exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class UserError(ValueError):
         return cls(Fault(place, message, value, allowed))
 
 
-class TrainingStopped(UserError):
+class TrainingStoppedError(UserError):
     """Training ended itself: a loss or gradient that is not finite."""
 
     exit_code = 4

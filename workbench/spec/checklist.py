@@ -1,0 +1,212 @@
+"""The reproducible-comparison checklist: which rule guards which leaf, and what each rule decides.
+
+A *leaf* is one value of a run: `optimizer.lr` of the resolved spec, or `effective.data.train_sha256`
+of what really happened. Every leaf has exactly one tag here; a test fails when one has none. To add
+a field, add its tag; to add a rule, add its row to `RULES` and tag its leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+RULESET_VERSION = 1
+
+Claim = Literal["nll", "bpb", "throughput", "memory"]
+CLAIMS: tuple[Claim, ...] = ("nll", "bpb", "throughput", "memory")
+Effect = Literal["refuse", "flag"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One item of the checklist: what must match, and what a difference does to each claim."""
+
+    name: str
+    must_match: str
+    effects: dict[Claim, Effect]
+
+
+def _effects(nll: str, bpb: str, throughput: str, memory: str) -> dict[Claim, Effect]:
+    given = dict(zip(CLAIMS, (nll, bpb, throughput, memory), strict=True))
+    effects: dict[Claim, Effect] = {}
+    for claim, effect in given.items():
+        if effect == "refuse":
+            effects[claim] = "refuse"
+        elif effect == "flag":
+            effects[claim] = "flag"
+    return effects
+
+
+RULES: dict[str, Rule] = {
+    name: Rule(name, must_match, _effects(*effects.split()))
+    for name, must_match, effects in (
+        ("model", "every model setting and the route tables", "flag flag flag flag"),
+        ("tokenizer", "name, vocabulary size and content", "refuse flag flag flag"),
+        ("data", "training text, split, order, and the batches consumed", "refuse refuse flag -"),
+        (
+            "budget",
+            "tokens consumed at the point compared, and the learning rates",
+            "refuse refuse - -",
+        ),
+        ("parameters", "total parameters", "flag flag flag flag"),
+        ("seeds", "the seed", "refuse refuse - -"),
+        ("optimizer", "optimizer, schedule, clipping, update size", "refuse refuse flag flag"),
+        (
+            "precision",
+            "effective compute dtype, master dtype, matmul mode",
+            "refuse refuse refuse refuse",
+        ),
+        ("hardware", "device, torch, driver and library versions", "flag flag refuse refuse"),
+        ("telemetry", "which telemetry was on, and how often", "- - refuse flag"),
+        (
+            "execution",
+            "compilation, kernels, loss blocks, micro-batches",
+            "flag flag refuse refuse",
+        ),
+        ("evaluation", "evaluation sets, context, scored tokens, checkpoint", "refuse refuse - -"),
+        ("interval", "the steps over which throughput was measured", "- - refuse -"),
+        ("code", "the package's own sources", "flag flag flag flag"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What guards a leaf.
+
+    `judged`: compared under `rule`. `requested`: not compared itself; what it became is, in the
+    leaves `becomes`. `free`: never compared. `follows` names (as patterns) the leaves whose
+    difference explains a difference here; it then counts once, there.
+    """
+
+    rule: str | None
+    kind: Literal["judged", "requested", "free"] = "judged"
+    follows: tuple[str, ...] = ()
+    becomes: tuple[str, ...] = ()
+
+
+FREE = Tag(None, "free")
+
+
+def _judged(rule: str, *follows: str) -> Tag:
+    return Tag(rule, "judged", follows)
+
+
+def _requested(rule: str, *becomes: str) -> Tag:
+    return Tag(rule, "requested", (), becomes)
+
+
+_TOKENIZER = "effective.tokenizer.*"
+_TEXT = ("effective.data.train_sha256", "effective.data.split")
+_LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps")
+_UPDATE = "effective.optimizer.sequences_per_update"
+_DEVICE = ("effective.hardware.device_type", "effective.hardware.device_name")
+
+# First matching pattern wins. The leaves are those of `RunSpec` and of `Effective`.
+TAGS: tuple[tuple[str, Tag], ...] = (
+    # -- the resolved spec
+    ("name", FREE),
+    ("notes", FREE),
+    ("seed", _judged("seeds")),
+    ("model.profile", FREE),  # its sizes are compared
+    ("model.shared_expert_chunk_tokens", _judged("execution", "model.*")),
+    ("model.*", _judged("model")),
+    ("tokenizer.*", _requested("tokenizer", _TOKENIZER)),
+    ("data.dataset", _requested("data", "effective.data.*")),
+    ("data.text_*", _requested("data", "effective.data.*")),
+    ("data.held_out_ratio", _requested("data", "effective.data.*", "effective.evaluation.*")),
+    ("data.order", _judged("data")),
+    ("training.steps", _requested("budget", "effective.budget.*")),
+    ("training.batch_size", _judged("execution")),
+    ("training.gradient_accumulation_steps", _judged("execution")),
+    ("training.seq_len", _judged("optimizer")),
+    ("training.precision", _requested("precision", "effective.precision.*")),
+    ("training.device", _requested("hardware", "effective.hardware.*")),
+    ("training.max_grad_norm", _judged("optimizer")),
+    ("training.label_smoothing", _judged("optimizer")),
+    ("training.z_loss", _judged("optimizer")),
+    ("training.loss_backend", _requested("execution", "effective.execution.loss_backend")),
+    ("training.compile_mode", _judged("execution", "training.compile")),
+    ("training.*", _judged("execution")),
+    ("optimizer.*", _judged("optimizer")),
+    ("schedule.warmup_steps", _requested("optimizer", "effective.optimizer.warmup_steps")),
+    ("schedule.*", _judged("optimizer")),
+    ("evaluation.eval_steps", FREE),
+    ("evaluation.eval_documents", _requested("evaluation", "effective.evaluation.*")),
+    ("evaluation.*", _judged("evaluation")),
+    ("telemetry.*", _judged("telemetry")),
+    ("checkpoint.*", FREE),
+    ("tracking.*", FREE),
+    # -- what really happened
+    ("effective.model.route_tables_sha256", _judged("model", "model.*", _TOKENIZER)),
+    ("effective.tokenizer.vocab_size", _judged("tokenizer", "effective.tokenizer.sha256")),
+    ("effective.tokenizer.name", _judged("tokenizer", "effective.tokenizer.sha256")),
+    ("effective.tokenizer.sha256", _judged("tokenizer")),
+    ("effective.data.train_sha256", _judged("data", "effective.data.split")),
+    ("effective.data.split", _judged("data")),
+    ("effective.data.train_documents", _judged("data", *_TEXT)),
+    ("effective.data.train_bytes", _judged("data", *_TEXT)),
+    ("effective.data.train_tokens", _judged("data", *_TEXT, _TOKENIZER)),
+    (
+        "effective.data.order_digest",
+        _judged("data", *_TEXT, _TOKENIZER, "seed", "data.order", "training.seq_len"),
+    ),
+    ("effective.data.*", FREE),
+    ("effective.budget.finished", _judged("budget")),
+    ("effective.budget.tokens", _judged("budget", *_LAYOUT, "training.seq_len")),
+    (
+        "effective.budget.lr_trace",
+        _judged("budget", "optimizer.*", "schedule.*", _UPDATE, "training.seq_len"),
+    ),
+    ("effective.parameters.total", _judged("parameters")),
+    ("effective.parameters.*", FREE),
+    ("effective.optimizer.sequences_per_update", _judged("optimizer", *_LAYOUT)),
+    ("effective.optimizer.warmup_steps", _judged("optimizer", "training.steps")),
+    ("effective.optimizer.groups_sha256", _judged("optimizer", "model.*", "optimizer.*")),
+    ("effective.precision.compute_dtype", _judged("precision")),
+    ("effective.precision.matmul", _judged("precision", "effective.precision.compute_dtype")),
+    ("effective.precision.master_dtype", _judged("precision")),
+    ("effective.hardware.driver", _judged("hardware", *_DEVICE)),
+    ("effective.hardware.device_name", _judged("hardware", "effective.hardware.device_type")),
+    ("effective.hardware.*", _judged("hardware")),
+    ("effective.execution.dispatch", _judged("execution", "model.*")),
+    ("effective.execution.attention", _judged("execution", "model.*", *_DEVICE)),
+    ("effective.execution.compiled", _judged("execution", "training.compile")),
+    ("effective.execution.*", _judged("execution")),
+    (
+        "effective.evaluation.*.scored_tokens",
+        _judged("evaluation", "effective.evaluation.*.sha256", _TOKENIZER),
+    ),
+    ("effective.evaluation.*.context", _judged("evaluation", "training.seq_len")),
+    (
+        "effective.evaluation.*.sha256",
+        _judged("evaluation", *_TEXT),
+    ),
+    (
+        "effective.evaluation.*",
+        _judged("evaluation", "effective.evaluation.*.sha256", *_TEXT),
+    ),
+    ("effective.interval.*", _judged("interval")),
+    ("effective.code.package_sha256", _judged("code")),
+    ("effective.code.version", _judged("code", "effective.code.package_sha256")),
+    ("effective.code.forced_resume", _judged("code")),
+    ("effective.code.*", FREE),
+)
+
+
+def tag_of(leaf: str) -> Tag:
+    """The tag of a leaf.
+
+    Raises:
+        KeyError: no pattern covers it.
+    """
+    for pattern, tag in TAGS:
+        if fnmatchcase(leaf, pattern):
+            return tag
+    raise KeyError(f"the leaf {leaf!r} has no tag in the checklist")
+
+
+def matches(leaf: str, patterns: tuple[str, ...]) -> bool:
+    """Whether any of the patterns covers the leaf."""
+    return any(fnmatchcase(leaf, pattern) for pattern in patterns)

@@ -1,0 +1,307 @@
+"""Reads a run spec: YAML with `extends`, then `key=value` overrides, then validation.
+
+YAML is read by the 1.2 core rules: `1e-4` is a number, `010` and `1:30` are not, `yes` is a word,
+and a key may stand only once. Every value remembers the file and line it came from, so that an
+error can name them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from workbench.errors import Fault, UserError, did_you_mean
+from workbench.spec.run import RunSpec
+
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+
+# Fields that hold a path; written relative to the file they stand in.
+_PATHS = (("data", "text_file"), ("tokenizer", "path"))
+
+
+@dataclass
+class Source:
+    """A merged mapping and, for each dotted path in it, where it was written."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, later: Source) -> None:
+        """Lays `later` over this: mappings merge, all else is replaced."""
+        _merge(self.values, later.values)
+        self.places.update(later.places)
+
+
+def load_spec(path: Path, overrides: list[str] | None = None) -> RunSpec:
+    """The validated, resolved spec of a YAML file with `key=value` overrides laid over it.
+
+    Raises:
+        UserError: with every fault found; each names file and line (or the override), the field
+            path, the value and what is allowed.
+    """
+    source = read_source(path)
+    source.values.setdefault("name", path.stem)
+    apply_overrides(source, overrides or [])
+    return validate(source)
+
+
+def apply_overrides(source: Source, overrides: list[str]) -> None:
+    """Lays command-line `key=value` pairs over the file; a `seed` also marks the run's name."""
+    keys = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UserError.at(text, "an override is written key=value", text, "training.steps=10")
+        keys.append(key)
+        node = _compose(value, f"override {key}")
+        given = _construct(node, key, f"override {key}", source.places)
+        source.places[key] = f"override {text}"
+        tree: Any = given
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        if tuple(key.split(".")) in _PATHS and isinstance(given, str):
+            _merge(tree, _nest(key, str(Path(given).absolute())))
+        _merge(source.values, tree)
+    if "seed" in keys and "name" not in keys:
+        source.values["name"] = f"{source.values['name']}-s{source.values['seed']}"
+
+
+def read_source(path: Path, chain: tuple[Path, ...] = ()) -> Source:
+    """One YAML file with everything it extends, merged in order, the file itself last."""
+    real = path.resolve()
+    if real in chain:
+        loop = " -> ".join(p.name for p in (*chain[chain.index(real) :], real))
+        raise UserError.at(str(path), f"extends goes round in a circle: {loop}")
+    text = _read(path, chain)
+    node = _compose(text, str(path))
+    places: dict[str, str] = {}
+    values = _construct(node, "", str(path), places) if node is not None else {}
+    if not isinstance(values, dict):
+        raise UserError.at(str(path), "a spec is a mapping", type(values).__name__)
+    for keys in _PATHS:
+        holder = values.get(keys[0])
+        if isinstance(holder, dict) and isinstance(holder.get(keys[1]), str):
+            holder[keys[1]] = str(Path(real.parent, Path(holder[keys[1]]).expanduser()))
+
+    bases = values.pop("extends", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        allowed = "a list of paths relative to this file"
+        raise UserError.at(places.get("extends", str(path)), "extends", bases, allowed)
+    merged = Source()
+    for base in bases:
+        merged.merge(read_source(real.parent / base, (*chain, real)))
+    merged.merge(Source(values, places))
+    return merged
+
+
+def validate(source: Source) -> RunSpec:
+    """The spec of a merged source; null means "not given", so that it can unset an inherited value.
+
+    Raises:
+        UserError: with every fault found.
+    """
+    given = _without_nulls(source.values)
+    try:
+        return RunSpec.model_validate(given)
+    except ValidationError as error:
+        faults = [fault for item in error.errors() for fault in _faults(item, source)]
+        raise UserError(*faults) from None
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> str:
+    wanted_by = f" (extended by {chain[-1].name})" if chain else ""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8 at byte {error.start}{wanted_by}"
+        raise UserError.at(str(path), message) from None
+    except IsADirectoryError:
+        raise UserError.at(str(path), f"a folder, not a spec{wanted_by}") from None
+    except OSError as error:
+        hint = ""
+        if path.parent.is_dir():
+            hint = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
+        reason = (error.strerror or "unreadable").lower()
+        raise UserError.at(str(path), f"{reason}{wanted_by}.{hint}".rstrip(".")) from None
+
+
+def _compose(text: str, place: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{place}:{mark.line + 1}" if mark else place
+        raise UserError.at(where, f"not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise UserError.at(place, f"not YAML: {error}".splitlines()[0]) from None
+
+
+def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, str]) -> Any:
+    """Plain Python values of a YAML node; `places` gains file:line of every key."""
+    if node is None:
+        return None
+    here = f"{file}:{node.start_mark.line + 1}"
+    if path:
+        places[path] = here
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node, here)
+    if isinstance(node, yaml.SequenceNode):
+        return [_construct(item, f"{path}[{i}]", file, places) for i, item in enumerate(node.value)]
+    values: dict[str, Any] = {}
+    assert isinstance(node, yaml.MappingNode)
+    for key_node, value_node in node.value:
+        where = f"{file}:{key_node.start_mark.line + 1}"
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key is None or key == "<<":
+            raise UserError.at(where, "a key is a plain word here; use extends to share values")
+        if key in values:
+            raise UserError.at(where, f"the key {key!r} stands twice in one mapping")
+        inner = f"{path}.{key}" if path else key
+        values[key] = _construct(value_node, inner, file, places)
+        places[inner] = where
+    return values
+
+
+def _scalar(node: yaml.ScalarNode, place: str) -> Any:
+    text = node.value
+    if node.tag not in ("tag:yaml.org,2002:str",) and node.tag.startswith("!"):
+        raise UserError.at(place, f"tags such as {node.tag} are not read", text, "a plain value")
+    if node.style in ("'", '"', "|", ">"):
+        return text
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return _SPECIAL.get(text.lower(), text)
+
+
+def _merge(base: dict[str, Any], later: dict[str, Any]) -> None:
+    for key, value in later.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    tree = value
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return dict(tree)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _faults(item: Any, source: Source) -> list[Fault]:
+    """The faults of one Pydantic error, in the project's words."""
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        return [
+            Fault(_place(fault.place, source), fault.message, fault.value, fault.allowed)
+            for fault in cause.faults
+        ]
+    path = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+    index = "".join(f"[{part}]" for part in item["loc"] if isinstance(part, int))
+    place = _place(path, source) + index
+    value = item["input"]
+    match item["type"]:
+        case "extra_forbidden":
+            return [Fault(place, _unknown_key(path), None, None)]
+        case "missing":
+            return [Fault(place, "is needed and not given", None, _allowed(path))]
+        case _:
+            return [Fault(place, item["msg"][:1].lower() + item["msg"][1:], value, _allowed(path))]
+
+
+def _place(path: str, source: Source) -> str:
+    """`file:line: field.path`, or the nearest written parent of a field that was not written."""
+    known = path
+    while known and known not in source.places:
+        known = known.rpartition(".")[0]
+    return f"{source.places[known]}: {path}" if known else path
+
+
+def _unknown_key(path: str) -> str:
+    """What is wrong with a key that no section has, and where it may belong."""
+    section, _, key = path.rpartition(".")
+    fields = field_types()
+    siblings = [name.rpartition(".")[2] for name in fields if name.rpartition(".")[0] == section]
+    siblings += [name.split(".")[0] for name in fields if "." in name] if not section else []
+    hint = did_you_mean(key.replace("-", "_"), siblings)
+    elsewhere = [name for name in fields if name.rpartition(".")[2] == key.replace("-", "_")]
+    if not hint and elsewhere:
+        hint = f" Did you mean {elsewhere[0]!r}?"
+    return f"there is no such key.{hint}"
+
+
+def field_types() -> dict[str, Any]:
+    """Every leaf field of the spec as dotted path -> its annotation."""
+    leaves: dict[str, Any] = {}
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, info in model.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                walk(info.annotation, f"{prefix}{name}.")
+            else:
+                leaves[prefix + name] = info
+
+    walk(RunSpec, "")
+    return leaves
+
+
+def _allowed(path: str) -> str | None:
+    """What a field accepts, in words."""
+    info = field_types().get(path)
+    if info is None:
+        return "a mapping of keys"
+    words = _type_words(info.annotation)
+    for limit in info.metadata:
+        for sign, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
+            if getattr(limit, name, None) is not None:
+                words += f" {sign} {getattr(limit, name)}"
+    return words
+
+
+def _type_words(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return " | ".join(
+            str(a).lower() if isinstance(a, bool) else str(a) for a in get_args(annotation)
+        )
+    if origin in (Union, UnionType):
+        return " | ".join(_type_words(a) for a in get_args(annotation))
+    if origin is not None and hasattr(annotation, "__metadata__"):
+        words = _type_words(annotation.__origin__)
+        for limit in annotation.__metadata__:
+            for item in getattr(limit, "metadata", [limit]):
+                for sign, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
+                    if getattr(item, name, None) is not None:
+                        words += f" {sign} {getattr(item, name)}"
+        return words
+    if origin is list:
+        return f"a list of {_type_words(get_args(annotation)[0])}"
+    if origin is dict:
+        return "a mapping of text to text"
+    names = {int: "an integer", float: "a number", bool: "true | false", str: "text"}
+    names[NoneType] = "null"
+    return names.get(annotation, str(annotation))

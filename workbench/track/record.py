@@ -1,0 +1,284 @@
+"""The run record: what really happened in one training run, as `run_config.json` holds it.
+
+`spec` is what was asked for, resolved; `effective` is what ran. A fact that cannot exist is
+`{"not_applicable": reason}` and equals itself; a fact that is not known is None and equals nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from workbench.errors import UserError
+from workbench.spec.run import RunSpec
+
+SCHEMA_VERSION = 2  # 1 is the format of the runner that this package replaces
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", validate_assignment=True)
+
+
+class NotApplicable(BaseModel):
+    """A fact that cannot exist in this run, and why."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    not_applicable: str
+
+
+class ModelFacts(_Part):
+    """Of the model, beyond its spec."""
+
+    route_tables_sha256: str | NotApplicable | None = None
+
+
+class TokenizerFacts(_Part):
+    """Which tokenizer encoded the text, by content."""
+
+    name: str | None = None
+    vocab_size: int | None = None
+    sha256: str | None = None
+
+
+class DataFacts(_Part):
+    """The training text by content, and the digest of the windows consumed (at a point)."""
+
+    source: str | None = None
+    train_sha256: str | NotApplicable | None = None
+    train_documents: int | NotApplicable | None = None
+    train_tokens: int | NotApplicable | None = None
+    train_bytes: int | NotApplicable | None = None
+    split: str | NotApplicable | None = None
+    counts: dict[str, int] | None = None
+
+
+class BudgetFacts(_Part):
+    """Whether the run reached its planned end. Tokens and learning rates stand in the points."""
+
+    finished: bool | None = None
+
+
+class ParameterFacts(_Part):
+    """Trainable parameters; a tied matrix counts once."""
+
+    total: int | None = None
+    active: int | None = None
+    embedding: int | None = None
+    experts: int | None = None
+
+
+class OptimizerFacts(_Part):
+    """What the optimizer really got."""
+
+    sequences_per_update: int | None = None
+    warmup_steps: int | None = None
+    groups_sha256: str | None = None
+
+
+class PrecisionFacts(_Part):
+    """The dtypes that ran."""
+
+    compute_dtype: str | None = None
+    master_dtype: str | None = None
+    matmul: str | None = None
+
+
+class HardwareFacts(_Part):
+    """The device that ran, and the libraries that drive it."""
+
+    device_type: str | None = None
+    device_name: str | None = None
+    device_count: int | None = None
+    threads: int | None = None
+    torch: str | None = None
+    driver: str | NotApplicable | None = None
+    libraries: dict[str, str] | None = None
+
+
+class ExecutionFacts(_Part):
+    """Which code paths ran."""
+
+    loss_backend: str | None = None
+    dispatch: str | NotApplicable | None = None
+    attention: str | None = None
+    compiled: bool | None = None
+    parallel: str | None = None
+
+
+class SetFacts(_Part):
+    """One evaluation set: its content and how it is scored."""
+
+    sha256: str | None = None
+    documents: int | None = None
+    unit: str | None = None
+    scored_tokens: int | None = None
+    bytes: int | None = None
+    context: str | None = None
+
+
+class IntervalFacts(_Part):
+    """Over which steps throughput was measured (both ends included)."""
+
+    first_step: int | NotApplicable | None = None
+    last_step: int | NotApplicable | None = None
+
+
+class CodeFacts(_Part):
+    """Which code ran. The commit and its state are shown; the sources' hash is compared."""
+
+    package_sha256: str | None = None
+    version: str | None = None
+    forced_resume: str | None | Literal[False] = None
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    git_diff_sha256: str | None = None
+
+
+class Effective(_Part):
+    """What ran, one part for each rule of the checklist that needs more than the spec."""
+
+    model: ModelFacts = ModelFacts()
+    tokenizer: TokenizerFacts = TokenizerFacts()
+    data: DataFacts = DataFacts()
+    budget: BudgetFacts = BudgetFacts()
+    parameters: ParameterFacts = ParameterFacts()
+    optimizer: OptimizerFacts = OptimizerFacts()
+    precision: PrecisionFacts = PrecisionFacts()
+    hardware: HardwareFacts = HardwareFacts()
+    execution: ExecutionFacts = ExecutionFacts()
+    evaluation: dict[str, SetFacts] = {}
+    interval: IntervalFacts = IntervalFacts()
+    code: CodeFacts = CodeFacts()
+
+
+class Point(_Part):
+    """One evaluation point: where the run stood, and the proof of what it had consumed.
+
+    `order_digest` chains the token ids of every window consumed so far; `lr_trace` chains the
+    learning rate of every update so far together with its token count.
+    """
+
+    step: int
+    tokens: int
+    order_digest: str
+    lr_trace: str
+
+
+class Results(_Part):
+    """Measured outcomes, never compared by a rule. Unmeasured is None."""
+
+    tokens_per_s: float | None = None
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    final: dict[str, float] = {}
+
+
+class RunRecord(_Part):
+    """Everything that is kept of one run, except its metrics."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    name: str
+    status: Status
+    started: str
+    ended: str | None = None
+    error: str | None = None
+    spec: dict[str, Any]
+    spec_sha256: str
+    effective: Effective = Effective()
+    points: list[Point] = []
+    results: Results = Results()
+    provenance: dict[str, Any] = {}
+    # The names by which the replaced runner's users know these facts.
+    git_commit: str | None = None
+    params: int | None = None
+    world_size: int = 1
+    tokens_per_step: int
+    total_tokens: int
+    backend: dict[str, Any] = {}
+    model_config_: dict[str, Any] = {}
+    mlflow: dict[str, str] = {}
+
+    @property
+    def run_spec(self) -> RunSpec:
+        """The spec as its model; only for records of this schema version."""
+        return RunSpec.model_validate(without_nulls(self.spec))
+
+
+def without_nulls(value: Any) -> Any:
+    """A mapping without its null values, at every depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def write_record(record: RunRecord, folder: Path) -> None:
+    """Writes `run_config.json` whole or not at all."""
+    document = record.model_dump(mode="json")
+    document["model_config"] = document.pop("model_config_")
+    write_json(folder / "run_config.json", document)
+
+
+def read_record(folder: Path) -> RunRecord:
+    """The record of a run folder.
+
+    Raises:
+        UserError: there is none, or it is not a record.
+    """
+    path = folder / "run_config.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document["model_config_"] = document.pop("model_config", {})
+        return RunRecord.model_validate(document)
+    except FileNotFoundError:
+        raise UserError.at(str(path), "there is no run record here") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise UserError.at(str(path), f"this is not a readable run record: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError.at(f"{path}: {where}", first["msg"]) from None
+
+
+def strict(value: Any) -> Any:
+    """A value fit for strict JSON: NaN and the infinities become the words for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return value
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Strict JSON, written to a temporary name, synced and renamed."""
+    text = json.dumps(strict(document), indent=1, sort_keys=True, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text written whole or not at all.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; nothing is left behind.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
