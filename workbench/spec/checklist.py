@@ -1,8 +1,8 @@
-"""The reproducible-comparison checklist: which rule guards which leaf, and what each rule decides.
+"""The comparison checklist: which rule guards which leaf, and what each rule decides.
 
-A *leaf* is one value of a run: `optimizer.lr` of the resolved spec, or `effective.data.train_sha256`
-of what really happened. Every leaf has exactly one tag here; a test fails when one has none. To add
-a field, add its tag; to add a rule, add its row to `RULES` and tag its leaves.
+A *leaf* is one value of a run: `optimizer.lr` of the resolved spec, or `effective.precision.matmul`
+of what really happened. Every leaf has exactly one tag here; a test fails when one has none. To
+add a field, add its tag; to add a rule, add its row to `RULES` and tag its leaves.
 """
 
 from __future__ import annotations

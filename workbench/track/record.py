@@ -136,7 +136,7 @@ class CodeFacts(_Part):
 
     package_sha256: str | None = None
     version: str | None = None
-    forced_resume: str | None | Literal[False] = None
+    forced_resume: str | None = None  # "none", or the reason that was given
     git_commit: str | None = None
     git_dirty: bool | None = None
     git_diff_sha256: str | None = None
