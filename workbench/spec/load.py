@@ -139,7 +139,17 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
 
 def _compose(text: str, place: str) -> yaml.Node | None:
     try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            mark = event.start_mark
+            where = f"{place}:{mark.line + 1}" if mark else place
+            if isinstance(event, yaml.AliasEvent):
+                message = "an alias cannot stand in a spec; share values with extends"
+                raise UserError.at(where, message, f"*{event.anchor}")
+            if tag := getattr(event, "tag", None):
+                raise UserError.at(where, "a tag cannot stand in a spec", tag, "plain values")
         return yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise UserError.at(place, "nested too deeply to be a spec") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{place}:{mark.line + 1}" if mark else place
@@ -152,11 +162,10 @@ def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, s
     """Plain Python values of a YAML node; `places` gains file:line of every key."""
     if node is None:
         return None
-    here = f"{file}:{node.start_mark.line + 1}"
     if path:
-        places[path] = here
+        places[path] = f"{file}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node, here)
+        return _scalar(node)
     if isinstance(node, yaml.SequenceNode):
         return [_construct(item, f"{path}[{i}]", file, places) for i, item in enumerate(node.value)]
     values: dict[str, Any] = {}
@@ -174,10 +183,8 @@ def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, s
     return values
 
 
-def _scalar(node: yaml.ScalarNode, place: str) -> Any:
+def _scalar(node: yaml.ScalarNode) -> Any:
     text = node.value
-    if node.tag not in ("tag:yaml.org,2002:str",) and node.tag.startswith("!"):
-        raise UserError.at(place, f"tags such as {node.tag} are not read", text, "a plain value")
     if node.style in ("'", '"', "|", ">"):
         return text
     if _NULL.fullmatch(text):
@@ -274,12 +281,19 @@ def _allowed(path: str) -> str | None:
     info = field_types().get(path)
     if info is None:
         return "a mapping of keys"
-    words = _type_words(info.annotation)
-    for limit in info.metadata:
-        for sign, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
-            if getattr(limit, name, None) is not None:
-                words += f" {sign} {getattr(limit, name)}"
-    return words
+    return _type_words(info.annotation) + _limits(info.metadata)
+
+
+def _limits(metadata: list[Any]) -> str:
+    """` >= 1 < 2` for the bounds of a field."""
+    signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+    bounds = [item for entry in metadata for item in getattr(entry, "metadata", [entry])]
+    return "".join(
+        f" {sign} {getattr(bound, name)}"
+        for bound in bounds
+        for name, sign in signs
+        if getattr(bound, name, None) is not None
+    )
 
 
 def _type_words(annotation: Any) -> str:
@@ -290,14 +304,8 @@ def _type_words(annotation: Any) -> str:
         )
     if origin in (Union, UnionType):
         return " | ".join(_type_words(a) for a in get_args(annotation))
-    if origin is not None and hasattr(annotation, "__metadata__"):
-        words = _type_words(annotation.__origin__)
-        for limit in annotation.__metadata__:
-            for item in getattr(limit, "metadata", [limit]):
-                for sign, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
-                    if getattr(item, name, None) is not None:
-                        words += f" {sign} {getattr(item, name)}"
-        return words
+    if hasattr(annotation, "__metadata__"):
+        return _type_words(annotation.__origin__) + _limits(list(annotation.__metadata__))
     if origin is list:
         return f"a list of {_type_words(get_args(annotation)[0])}"
     if origin is dict:

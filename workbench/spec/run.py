@@ -321,7 +321,7 @@ def _data_faults(spec: RunSpec) -> list[Fault]:
     faults = []
     data, tokenizer = spec.data, spec.tokenizer
     text_only = ("text_file", "text_field", "text_unit")
-    unused = () if data.dataset == "text" else text_only
+    unused: tuple[str, ...] = () if data.dataset == "text" else text_only
     if data.dataset == "random":
         unused += ("held_out_ratio", "order")
     for key in unused:

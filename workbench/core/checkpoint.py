@@ -1,0 +1,131 @@
+"""Writes a checkpoint whole or not at all, and finds the newest one that is whole.
+
+A checkpoint is a folder `step_00000250` with weights and optimizer state as safetensors, the rest
+as JSON, and a manifest of sizes and hashes that is written last. The folder gets its name by a
+rename when everything in it has reached the disk: what has no valid manifest does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.core.train import TrainState
+from workbench.errors import StoreError
+
+_NAME = re.compile(r"step_(\d{8})")
+
+
+def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep: int) -> Path:
+    """Saves the state under `folder`, then removes all but the newest `keep` checkpoints.
+
+    Raises:
+        StoreError: the disk is full or cannot be written; earlier checkpoints are untouched.
+    """
+    final = folder / f"step_{state.step:08d}"
+    if is_whole(final):
+        return final
+    temporary = folder / f".{final.name}.{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        _write_files(state, temporary, spec)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _sync(folder)
+    except OSError as error:
+        size = sum(p.numel() * 4 * 3 for p in state.model.parameters())
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        message = (
+            f"could not write the checkpoint of step {state.step} ({error.strerror or error}); "
+            f"it needs about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        )
+        raise StoreError.at(str(final), message) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and is_whole(p)]
+    return sorted(found, key=lambda path: path.name)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether every file that the manifest names is there with its size.
+
+    Hashes are left to whoever loads: they cost a full read.
+    """
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        return all(
+            (checkpoint / name).stat().st_size == entry["bytes"]
+            for name, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    model = {name: tensor.detach() for name, tensor in state.model.state_dict().items()}
+    save_file(_unshared(model), folder / "model.safetensors")
+
+    # By parameter name, not by position: two experts of equal shape can never swap their moments.
+    moments: dict[str, torch.Tensor] = {}
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    for parameter, values in state.optimizer.state.items():
+        for key, value in values.items():
+            moments[f"{names[parameter]}/{key}"] = torch.as_tensor(value).detach()
+    save_file(moments, folder / "optimizer.safetensors")
+
+    document = {
+        "format": 1,
+        "step": state.step,
+        "tokens": state.tokens,
+        "stream": state.stream.state(),
+        "order_digest": state.digest.hexdigest(),
+        "lr_trace": state.trace.hexdigest(),
+        "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
+        "spec": spec,
+    }
+    (folder / "state.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+    files = {}
+    for path in sorted(folder.iterdir()):
+        _sync(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n")
+    _sync(manifest)
+    _sync(folder)
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without second names of one storage (a tied head): safetensors holds a tensor once."""
+    seen: set[int] = set()
+    return {
+        name: tensor.contiguous()
+        for name, tensor in tensors.items()
+        if not (tensor.data_ptr() in seen or seen.add(tensor.data_ptr()))
+    }
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
