@@ -1,0 +1,10 @@
+"""Data: documents, tokenizers, the split, the training order and the evaluation sets (numpy only).
+
+corpus.py           documents from the sample package or from text files
+tokenizer.py        text to token ids; rank_files.py finds, checks and reads vocabularies
+encoded.py          the encoded corpus: built once, kept in the store, memory-mapped
+split.py            which document trains and which one evaluates
+batches.py          the training order: sequence i of a run, and the digest of what was consumed
+evaluation_sets.py  what is scored, in which windows
+loading.py          spec in, all of the above out
+"""

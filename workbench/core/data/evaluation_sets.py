@@ -1,0 +1,123 @@
+"""What is scored, and in which windows: every token of a set once, none of the padding.
+
+A document is scored after the end-of-document id: window w of a document takes the S ids before
+its targets, so the first input of all is the end-of-document id, and later windows start with the
+token before their first target. Windows do not overlap. The end-of-document id is never a target.
+
+Shapes: M documents, B windows of a batch, S sequence length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from workbench.core.data.split import Spans, Unit
+from workbench.core.data.tokenizer import Ids
+
+IGNORED = -100  # the target that is not scored
+PAD_MULTIPLE = 64  # batches are padded to a multiple of this, so that few shapes occur
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Documents in hash order. `byte_counts` is None where the ids stand for no text."""
+
+    name: str
+    unit: Unit
+    eod_id: int
+    documents: Sequence[Ids]  # M arrays of token ids
+    byte_counts: Int64 | None  # [M], UTF-8 bytes of each document's text
+    content_sha256: npt.NDArray[np.uint8]  # [M, 32]
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the set: over the hashes of its documents in order."""
+        return hashlib.sha256(self.content_sha256.tobytes()).hexdigest()
+
+    @property
+    def scored_tokens(self) -> int:
+        """Targets in all windows of the set."""
+        return sum(int(np.count_nonzero(ids != self.eod_id)) for ids in self.documents)
+
+    @property
+    def scored_bytes(self) -> int | None:
+        """UTF-8 bytes of the scored text."""
+        return None if self.byte_counts is None else int(self.byte_counts.sum())
+
+
+class Window(NamedTuple):
+    """Up to S inputs [n] and the target that follows each [n]."""
+
+    document: int
+    inputs: Int64
+    targets: Int64
+
+
+class ScoringBatch(NamedTuple):
+    """Windows side by side, padded at the right with targets of -100."""
+
+    inputs: Int64  # [B, S]
+    targets: Int64  # [B, S]
+    documents: Int64  # [B], the index of each row's document in its set
+
+
+def from_spans(name: str, tokens: Ids, spans: Spans, eod_id: int) -> EvaluationSet:
+    """The evaluation set of these stretches of an encoded corpus."""
+    documents = [tokens[start:end] for start, end in spans.ranges]
+    return EvaluationSet(name, spans.unit, eod_id, documents, spans.byte_counts, spans.sha256)
+
+
+def scoring_windows(evaluation_set: EvaluationSet, seq_len: int) -> Iterator[Window]:
+    """The windows of each document in turn."""
+    for document, ids in enumerate(evaluation_set.documents):
+        for start in range(0, len(ids), seq_len):
+            yield _window(evaluation_set, document, start, seq_len, ids)
+
+
+def scoring_batches(
+    evaluation_set: EvaluationSet, seq_len: int, batch_size: int
+) -> Iterator[ScoringBatch]:
+    """The same windows, `batch_size` at a time, long ones first, so that little is padded.
+
+    With causal attention, padding at the right changes no score.
+    """
+    starts = [
+        (min(seq_len, len(ids) - start), document, start)
+        for document, ids in enumerate(evaluation_set.documents)
+        for start in range(0, len(ids), seq_len)
+    ]
+    starts.sort(key=lambda window: (-window[0], window[1], window[2]))
+    for first in range(0, len(starts), batch_size):
+        rows = starts[first : first + batch_size]
+        width = min(seq_len, -(-rows[0][0] // PAD_MULTIPLE) * PAD_MULTIPLE)
+        inputs = np.full((len(rows), width), evaluation_set.eod_id, np.int64)
+        targets = np.full((len(rows), width), IGNORED, np.int64)
+        for row, (length, document, start) in enumerate(rows):
+            ids = evaluation_set.documents[document]
+            window = _window(evaluation_set, document, start, seq_len, ids)
+            inputs[row, :length] = window.inputs
+            targets[row, :length] = window.targets
+        yield ScoringBatch(inputs, targets, np.array([row[1] for row in rows], np.int64))
+
+
+def _window(
+    evaluation_set: EvaluationSet, document: int, start: int, seq_len: int, ids: Ids
+) -> Window:
+    targets = ids[start : start + seq_len].astype(np.int64)
+    before = evaluation_set.eod_id if start == 0 else int(ids[start - 1])
+    inputs = np.r_[before, targets[:-1]].astype(np.int64)
+    # Only blocks hold end-of-document ids: between the documents that they run over.
+    return Window(document, inputs, np.where(targets == evaluation_set.eod_id, IGNORED, targets))
+
+
+def context_of(seq_len: int) -> str:
+    """The context policy, for the record: sets scored under another one are not comparable."""
+    return f"starts with the end-of-document id; windows of {seq_len}, no overlap"

@@ -1,0 +1,193 @@
+"""Tokenizers: text to ids and back, with the identity that comparisons rest on.
+
+A document's text is encoded as ordinary text: what looks like a special token in it is not one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tiktoken
+
+from workbench.core.data import rank_files
+from workbench.core.data.errors import DataError
+
+Ids = npt.NDArray[np.integer]
+
+END_OF_DOCUMENT = "<|endoftext|>"
+FILE_PATTERN_OF = "o200k_base"  # how a rank file's text is cut before merging
+
+
+class Codec(Protocol):
+    """What turns text into ids: tiktoken's `Encoding`, or bytes as they are."""
+
+    def encode(self, text: str) -> Ids:
+        """The ids of `text` [length]."""
+
+
+class Tokenizer:
+    """A vocabulary with its end-of-document id.
+
+    Ids are below `vocab_size`; some ids below it may name no token (o200k_base has such holes).
+    `content_sha256` covers ranks, special tokens and the pre-tokenization pattern: two tokenizers
+    with the same hash encode every text alike.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        codec: Codec,
+        ranks: dict[bytes, int],
+        special: dict[str, int],
+        pattern: str,
+    ) -> None:
+        self.name = name
+        self.eod_id = special[END_OF_DOCUMENT]
+        self.vocab_size = max(*ranks.values(), *special.values()) + 1
+        self.content_sha256 = _content_sha256(ranks, special, pattern)
+        self._codec = codec
+        self._ranks = ranks
+        self._special = special
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, on all cores; no end-of-document id is added.
+
+        Raises:
+            DataError: a text that the tokenizer cannot take (runs of about a million blanks).
+        """
+        # tiktoken releases the interpreter lock while it encodes
+        with ThreadPoolExecutor(_cores()) as pool:
+            return list(pool.map(self._codec.encode, texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`. Bytes that are not UTF-8 (a cut character) become U+FFFD.
+
+        Raises:
+            ValueError: an id that names no token.
+        """
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`; a special token is its name."""
+        try:
+            return b"".join([self._bytes_of_id[int(i)] for i in ids])
+        except KeyError as error:
+            raise ValueError(f"tokenizer {self.name}: id {error} names no token") from None
+
+    @cached_property
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        """Text bytes of each id [V]; 0 for special tokens and holes."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, rank in self._ranks.items():
+            lengths[rank] = len(token)
+        return lengths
+
+    @cached_property
+    def _bytes_of_id(self) -> dict[int, bytes]:
+        table = {rank: token for token, rank in self._ranks.items()}
+        return table | {rank: token.encode() for token, rank in self._special.items()}
+
+
+def load_tokenizer(name: str, path: str | Path | None, cache_dir: Path) -> Tokenizer:
+    """The tokenizer of a spec: `bytes`, `file` (with `path`) or the name of a tiktoken encoding.
+
+    - `bytes`: the 256 bytes of UTF-8 and the end-of-document id 256.
+    - `file`: the ranks of a .tiktoken file, the pattern of o200k_base, and the number of ranks as
+      the end-of-document id.
+    - tiktoken encodings: read from `cache_dir` or the user's own cache; o200k_base and cl100k_base
+      never need a network.
+
+    Raises:
+        DataError: unknown name, a path that is missing or out of place, a file that is not valid.
+    """
+    if name == "file":
+        if path is None:
+            raise DataError.at("tokenizer.path", "tokenizer `file` needs the path of a rank file")
+        return _file_tokenizer(Path(path).expanduser())
+    if path is not None:
+        raise DataError.at("tokenizer.path", f"does not apply to tokenizer {name}", str(path))
+    if name == "bytes":
+        single = {bytes([byte]): byte for byte in range(256)}
+        return Tokenizer("bytes", _Bytes(), single, {END_OF_DOCUMENT: 256}, pattern="")
+    encoding = rank_files.load_encoding(name, cache_dir)
+    if END_OF_DOCUMENT not in encoding._special_tokens:
+        raise DataError.at("tokenizer.name", f"the encoding has no {END_OF_DOCUMENT}", name)
+    return _tiktoken_tokenizer(name, encoding)
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest stored type that holds every id below `vocab_size`, little-endian.
+
+    65,536 ids (0 to 65,535) still fit 16 bits.
+    """
+    if vocab_size > 2**32:
+        raise ValueError(f"a vocabulary of {vocab_size:,} does not fit 32-bit ids")
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+class _Bytes:
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+
+class _Tiktoken:
+    def __init__(self, encoding: tiktoken.Encoding) -> None:
+        self._encoding = encoding
+
+    def encode(self, text: str) -> Ids:
+        try:
+            # no allowed and no disallowed special tokens: all of it is ordinary text
+            ids: Ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:
+            start = text[:40]
+            raise DataError.at(
+                f"document starting {start!r}", f"tiktoken cannot encode it: {error}"
+            ) from error
+        return ids
+
+
+def _tiktoken_tokenizer(name: str, encoding: tiktoken.Encoding) -> Tokenizer:
+    # These three attributes are the documented way to extend an encoding.
+    return Tokenizer(
+        name,
+        _Tiktoken(encoding),
+        encoding._mergeable_ranks,
+        encoding._special_tokens,
+        encoding._pat_str,
+    )
+
+
+def _file_tokenizer(path: Path) -> Tokenizer:
+    ranks = rank_files.read_rank_file(path)
+    encoding = tiktoken.Encoding(
+        "file",
+        pat_str=rank_files.pattern_of(FILE_PATTERN_OF),
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_DOCUMENT: len(ranks)},
+    )
+    return _tiktoken_tokenizer("file", encoding)
+
+
+def _content_sha256(ranks: dict[bytes, int], special: dict[str, int], pattern: str) -> str:
+    """SHA-256 over every token in order of rank, the special tokens and the pattern."""
+    digest = hashlib.sha256(b"workbench tokenizer v1\n")
+    by_rank = sorted(zip(ranks.values(), ranks.keys(), strict=True))
+    digest.update(b"".join([b"%d %s\n" % (rank, token.hex().encode()) for rank, token in by_rank]))
+    for rank, name in sorted((rank, name) for name, rank in special.items()):
+        digest.update(b"special %d %s\n" % (rank, name.encode().hex().encode()))
+    digest.update(b"pattern " + pattern.encode())
+    return digest.hexdigest()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
