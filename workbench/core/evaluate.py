@@ -7,15 +7,20 @@ evaluation cannot change the run by one bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from workbench.core.data.evaluation_sets import EvaluationSet, scoring_batches
+from workbench.core.data.evaluation_sets import IGNORED, EvaluationSet, scoring_batches
 from workbench.core.losses import linear_nll
 from workbench.core.model import Transformer
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
 
 # Tokens scored at once. Memory, not the result, depends on it.
 TOKENS_AT_ONCE = 4096
@@ -23,16 +28,17 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class SetScore:
-    """The scores of one evaluation set.
+    """The scores of one evaluation set of M documents.
 
-    `nll_sums` is [documents] float64, the summed NLL in nats; `tokens` and `bytes` are [documents].
+    `documents` are their content hashes; `nll_sums` [M] float64 is the summed NLL in nats, `tokens`
+    [M] the scored tokens, `bytes` [M] the UTF-8 bytes of the scored text (None: there is no text).
     """
 
     name: str
     documents: list[str]
-    nll_sums: np.ndarray
-    tokens: np.ndarray
-    bytes: np.ndarray
+    nll_sums: Float64
+    tokens: Int64
+    bytes: Int64 | None
 
     @property
     def nll(self) -> float:
@@ -45,11 +51,13 @@ class SetScore:
         return math.exp(self.nll) if self.nll < 709 else math.inf
 
     @property
-    def bits_per_byte(self) -> float:
+    def bits_per_byte(self) -> float | None:
         """Bits per UTF-8 byte of the scored text."""
+        if self.bytes is None:
+            return None
         return float(self.nll_sums.sum() / math.log(2) / self.bytes.sum())
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[str, float | None]:
         """The set's numbers under the names they are logged by."""
         return {
             f"{self.name}/nll": self.nll,
@@ -59,32 +67,37 @@ class SetScore:
 
 
 def evaluate(
-    model: Transformer, documents: EvaluationSet, seq_len: int, block_vocab: int
+    model: Transformer,
+    documents: EvaluationSet,
+    seq_len: int,
+    block_vocab: int,
+    between: Callable[[], None] = lambda: None,
 ) -> SetScore:
     """Scores every document of a set, in windows of `seq_len` tokens.
 
     The NLL comes from float32 logits and is summed in float64, so the result does not depend on how
-    windows are batched beyond the last digits of float32.
+    windows are batched beyond the last digits of float32. `between` is called between batches and
+    may raise to give up.
     """
-    device = model.embed_tokens.weight.device
-    sums = np.zeros(len(documents.documents), dtype=np.float64)
+    device = model.head_weight.device
+    count = len(documents.documents)
+    sums, tokens = np.zeros(count, np.float64), np.zeros(count, np.int64)
     with torch.no_grad():
         for batch in scoring_batches(documents, seq_len, max(1, TOKENS_AT_ONCE // seq_len)):
-            inputs = torch.from_numpy(batch.inputs).to(device)
-            targets = torch.from_numpy(batch.targets).to(device)
-            hidden = model(inputs)
+            between()
+            hidden = model(torch.from_numpy(batch.inputs).to(device))
             nll = linear_nll(
                 hidden.flatten(0, 1),
                 model.head_weight,
-                targets.flatten(),
+                torch.from_numpy(batch.targets).to(device).flatten(),
                 precision=model.precision,
                 block_vocab=block_vocab,
             )
-            per_window = nll.view(targets.shape).double().sum(dim=1).cpu().numpy()
-            np.add.at(sums, batch.document, per_window)
-    return SetScore(
-        documents.name, documents.hashes, sums, documents.token_counts, documents.byte_counts
-    )
+            per_window = nll.view(batch.targets.shape).double().sum(dim=1).cpu().numpy()
+            np.add.at(sums, batch.documents, per_window)
+            np.add.at(tokens, batch.documents, (batch.targets != IGNORED).sum(axis=1))
+    hashes = [row.tobytes().hex() for row in documents.content_sha256]
+    return SetScore(documents.name, hashes, sums, tokens, documents.byte_counts)
 
 
 def write_scores(scores: list[SetScore], path: Path) -> None:
@@ -97,7 +110,11 @@ def write_scores(scores: list[SetScore], path: Path) -> None:
             "set": [score.name for score in scores for _ in score.documents],
             "document": [name for score in scores for name in score.documents],
             "tokens": np.concatenate([score.tokens for score in scores]),
-            "bytes": np.concatenate([score.bytes for score in scores]),
+            "bytes": [
+                None if score.bytes is None else int(score.bytes[i])
+                for score in scores
+                for i in range(len(score.documents))
+            ],
             "nll_sum": np.concatenate([score.nll_sums for score in scores]),
         }
     )

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import sys
+
+import torch
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
@@ -35,9 +38,9 @@ def keep_freed_memory() -> bool:
     return all(mallopt(key, value) == 1 for key, value in settings)
 
 
-def peak_resident_bytes() -> int:
-    """Most memory this process has held so far, in bytes."""
-    import resource
-
+def peak_bytes(device: torch.device) -> int:
+    """Most memory taken so far, in bytes: of the GPU where one trains, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -88,13 +88,13 @@ def train(
         step = state.step + 1
         rate = learning_rate(spec, step)
         set_learning_rate(optimizer, rate)
-        windows = state.stream.next_windows(spec.sequences_per_update)  # [N, S + 1]
+        windows = state.stream.next_batch(spec.sequences_per_update)  # [N, S + 1]
         scored = windows.shape[0] * training.seq_len
 
         # Every micro-batch weighs as many tokens as it has: sums, divided by the whole update's.
         sums = np.zeros(4)
         for micro in np.split(windows, training.gradient_accumulation_steps):
-            batch = torch.from_numpy(micro.astype(np.int64)).to(device)
+            batch = torch.from_numpy(micro).to(device)
             hidden = forward(batch[:, :-1])
             loss = linear_cross_entropy(
                 hidden.flatten(0, 1),

@@ -1,0 +1,46 @@
+# make run        a trained quickstart, from nothing
+# make test       the default suite (a few minutes)   make test-all   with the slow tests
+# make check      what every commit must pass
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+# make lint is the part of check that is not tests
+.PHONY: run test test-all lint check install clean
+
+$(BIN)/wb: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[sample]'
+	touch $(BIN)/wb
+
+$(VENV)/.test: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $(VENV)/.test
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $(VENV)/.dev
+
+install: $(BIN)/wb
+
+run: $(BIN)/wb
+	$(BIN)/wb run experiments/quickstart.yaml
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) build *.egg-info

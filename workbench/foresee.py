@@ -1,0 +1,97 @@
+"""What can be known of a run before it starts: counts, identities, and the order it will read.
+
+Torch is not imported: a check of two specs answers in the time it takes to read their text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.core.counts import count_parameters, flops_per_token
+from workbench.core.data import Data, TokenDigest, load_data
+from workbench.core.data.tokenizer import load_tokenizer
+from workbench.core.schedules import planned_trace
+from workbench.spec.run import RunSpec, spec_hash
+from workbench.track.store import Store
+
+# Above this many tokens the planned order is not replayed (about 10 s of hashing).
+MOST_REPLAYED_TOKENS = 50_000_000
+
+
+def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
+    """The effective facts that the spec and its data decide, as leaf -> value.
+
+    Raises:
+        UserError: the data or the tokenizer cannot be read; a run would fail the same way.
+    """
+    data = load_data(spec, store.home, seed=spec.seed)
+    counts = count_parameters(spec.model, data.tokenizer.vocab_size)
+    facts: dict[str, Any] = {
+        "effective.budget.tokens": spec.total_tokens,
+        "effective.budget.lr_trace": planned_trace(spec),
+        "effective.optimizer.sequences_per_update": spec.sequences_per_update,
+        "effective.optimizer.warmup_steps": spec.warmup_steps,
+        "effective.precision.compute_dtype": {"bf16": "bfloat16", "fp32": "float32"}[
+            spec.training.precision
+        ],
+        "effective.precision.master_dtype": "float32",
+        "effective.execution.compiled": spec.training.compile,
+    }
+    if spec.training.device != "auto":
+        facts["effective.hardware.device_type"] = spec.training.device
+    facts |= {f"effective.parameters.{name}": value for name, value in vars(counts).items()}
+    facts |= {f"effective.tokenizer.{k}": v for k, v in data.facts["tokenizer"].items()}
+    facts |= {f"effective.data.{k}": v for k, v in data.facts["data"].items()}
+    for name, one in data.facts["evaluation"].items():
+        facts |= {f"effective.evaluation.{name}.{k}": v for k, v in one.items()}
+    if spec.total_tokens <= MOST_REPLAYED_TOKENS:
+        facts["effective.data.order_digest"] = _planned_digest(spec, data)
+    return facts
+
+
+def _planned_digest(spec: RunSpec, data: Data) -> str:
+    """The digest of all the windows that the run will consume."""
+    stream, digest = data.train_stream(), TokenDigest()
+    for _ in range(spec.training.steps):
+        digest.update(stream.next_batch(spec.sequences_per_update))
+    return digest.hexdigest()
+
+
+def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
+    """The numbers of `wb run --dry-run`: counts, tokens and the resolved spec."""
+    cache = Path(store.home, "cache", "tiktoken")
+    vocab = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache).vocab_size
+    counts = count_parameters(spec.model, vocab)
+    return {
+        "name": spec.name,
+        "spec_sha256": spec_hash(spec),
+        "parameters": vars(counts),
+        "vocab_size": vocab,
+        "flops_per_token": flops_per_token(spec.model, vocab, spec.training.seq_len),
+        "tokens_per_step": spec.tokens_per_step,
+        "tokens": spec.total_tokens,
+        "warmup_steps": spec.warmup_steps,
+        "spec": spec.model_dump(mode="json"),
+    }
+
+
+def render_plan(document: dict[str, Any]) -> str:
+    """The dry run for a person: the resolved spec as YAML, then the counts."""
+    import yaml
+
+    counts = document["parameters"]
+    return "\n".join(
+        (
+            yaml.safe_dump(document["spec"], sort_keys=False, default_flow_style=None).rstrip(),
+            "",
+            f"parameters   {counts['total']:,} total, {counts['active']:,} active per token",
+            f"             {counts['embedding']:,} embedding, {counts['experts']:,} experts",
+            f"vocabulary   {document['vocab_size']:,}",
+            f"tokens       {document['tokens_per_step']:,} a step, {document['tokens']:,} in all",
+            f"FLOPs        {document['flops_per_token']:.3g} a token, forward and backward",
+            f"warm-up      {document['warmup_steps']:,} steps",
+            f"spec hash    {document['spec_sha256']}",
+            "valid; nothing was trained or written",
+        )
+    )

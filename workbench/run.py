@@ -1,0 +1,351 @@
+"""The composition root: from a validated spec to a trained and recorded run."""
+
+from __future__ import annotations
+
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.core.checkpoint import save_checkpoint
+from workbench.core.counts import count_parameters
+from workbench.core.data import Data, TokenDigest, load_data
+from workbench.core.device import (
+    choose_device,
+    device_kind,
+    make_deterministic,
+    require_compiler,
+)
+from workbench.core.evaluate import evaluate, write_scores
+from workbench.core.memory import keep_freed_memory, peak_bytes
+from workbench.core.model import build_model, compiled_forward, route_tables_sha256
+from workbench.core.optim import build_optimizer, parameter_table, table_sha256
+from workbench.core.precision import Precision, choose_precision
+from workbench.core.schedules import RateTrace
+from workbench.core.train import StepResult, TrainState, train
+from workbench.errors import UserError
+from workbench.progress import Reporter
+from workbench.signals import InterruptedRunError, StopRequests
+from workbench.spec.run import RunSpec, spec_hash
+from workbench.track.events import Tracker
+from workbench.track.journal import Journal, columns
+from workbench.track.mlflow_store import MlflowTracker
+from workbench.track.provenance import code_facts, hardware_facts, provenance
+from workbench.track.record import Effective, Point, RunRecord, write_record
+from workbench.track.store import Store
+
+# Steps whose time is not counted: compilation, first touches of memory, caches filling.
+WARM_UP_STEPS = 10
+LEAST_TIMED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Components:
+    """Everything a run trains with, built and checked before the store is touched."""
+
+    spec: RunSpec
+    data: Data
+    state: TrainState
+    forward: Callable[[Tensor], Tensor]
+    effective: Effective
+    device: torch.device
+    precision: Precision
+
+
+def build(spec: RunSpec, store: Store) -> Components:
+    """Loads the data and builds model and optimizer as the spec asks.
+
+    Raises:
+        UserError: the data, the device or the precision cannot be had.
+    """
+    keep_freed_memory()
+    device = choose_device(spec.training.device)
+    precision = choose_precision(spec.training.precision, device)
+    if spec.training.compile:
+        require_compiler(device)
+    make_deterministic(spec.training.deterministic, device)
+    torch.manual_seed(spec.seed)
+    data = load_data(spec, store.home, seed=spec.seed)
+    model = build_model(
+        spec.model,
+        data.tokenizer.vocab_size,
+        spec.seed,
+        precision,
+        grad_checkpointing=spec.training.grad_ckpt,
+    ).to(device)
+    table = parameter_table(model, spec.optimizer)
+    counts = count_parameters(spec.model, data.tokenizer.vocab_size)
+    effective = Effective.model_validate(
+        {
+            **data.facts,
+            "model": {"route_tables_sha256": route_tables_sha256(model)},
+            "parameters": vars(counts),
+            "optimizer": {
+                "sequences_per_update": spec.sequences_per_update,
+                "warmup_steps": spec.warmup_steps,
+                "groups_sha256": table_sha256(table),
+            },
+            "precision": {
+                "compute_dtype": str(precision.compute).removeprefix("torch."),
+                "master_dtype": str(model.head_weight.dtype).removeprefix("torch."),
+                "matmul": precision.describe(),
+            },
+            "hardware": hardware_facts(device),
+            "execution": {
+                "loss_backend": "chunked",
+                "dispatch": model.dispatch,
+                "attention": model.attention_path,
+                "compiled": spec.training.compile,
+                "parallel": "one process",
+            },
+            "budget": {"finished": False},
+            "code": code_facts(),
+        }
+    )
+    state = TrainState(
+        model=model,
+        optimizer=build_optimizer(model, spec.optimizer, table),
+        stream=data.train_stream(),
+        digest=TokenDigest(),
+        trace=RateTrace(),
+    )
+    mode = spec.training.compile_mode
+    forward = compiled_forward(model, mode) if mode else model
+    return Components(spec, data, state, forward, effective, device, precision)
+
+
+def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) -> RunOutcome:
+    """Trains one run to its end and records it, whatever the end is.
+
+    Raises:
+        UserError: before training, with nothing written; or a TrainingStoppedError or StoreError
+            after it began, with the run recorded as FAILED.
+    """
+    parts = build(spec, store)
+    folder = store.create_run(spec.name)
+    recorder = Recorder(parts, folder, command, tracker_for(spec, store))
+    with Reporter(spec.training.steps, quiet) as reporter, StopRequests() as stop:
+        try:
+            _train(parts, recorder, reporter, stop)
+        except InterruptedRunError as stopped:
+            reporter.say(f"{stopped}: saving a checkpoint at step {parts.state.step}")
+            recorder.checkpoint()
+            recorder.close("KILLED", str(stopped))
+            return RunOutcome(recorder.record, folder, 128 + stopped.number)
+        except KeyboardInterrupt:
+            recorder.close("KILLED", "stopped by a second SIGINT, without a checkpoint")
+            return RunOutcome(recorder.record, folder, 128 + signal.SIGINT)
+        except BaseException as error:
+            recorder.close("FAILED", f"{type(error).__name__}: {error}")
+            raise
+        recorder.close("FINISHED")
+    return RunOutcome(recorder.record, folder, 0)
+
+
+def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests) -> None:
+    """The run itself: evaluate, then update, log, evaluate and save, to the last step."""
+    spec, steps = parts.spec, parts.spec.training.steps
+    every, log_steps = spec.evaluation.eval_steps, spec.telemetry.log_steps
+    saved = time.monotonic()
+
+    recorder.evaluation(stop.check, reporter)
+    for result in train(spec, parts.state, parts.forward):
+        step = result.step
+        last = step == steps
+        evaluates = last or (every > 0 and step % every == 0)
+        logged = evaluates or step == 1 or step % log_steps == 0
+        recorder.step(result, logged)
+        reporter.step(result, logged)
+        if evaluates:
+            recorder.evaluation(stop.check, reporter)
+        recorder.flush()
+        saving = spec.checkpoint
+        due = saving.save_minutes > 0 and time.monotonic() - saved > saving.save_minutes * 60
+        if last or due or (saving.save_steps > 0 and step % saving.save_steps == 0):
+            recorder.checkpoint()
+            saved = time.monotonic()
+        if not last:
+            stop.check()
+
+
+class Recorder:
+    """Writes what happens in one run: metrics first, then the record, then whoever listens."""
+
+    def __init__(
+        self, parts: Components, folder: Path, command: list[str], tracker: Tracker
+    ) -> None:
+        spec = parts.spec
+        self._parts, self._folder, self._tracker = parts, folder, tracker
+        self._row: dict[str, float | int | None] = {}
+        self._since_log: list[StepResult] = []
+        self._timed_seconds = 0.0
+        self._timed_tokens = 0
+        self._began = time.monotonic()
+        self.record = RunRecord(
+            id=uuid.uuid4().hex,
+            name=spec.name,
+            status="RUNNING",
+            started=_now(),
+            spec=spec.model_dump(mode="json"),
+            spec_sha256=spec_hash(spec),
+            effective=parts.effective,
+            provenance=provenance(command),
+            git_commit=parts.effective.code.git_commit,
+            params=parts.effective.parameters.total,
+            tokens_per_step=spec.tokens_per_step,
+            total_tokens=spec.total_tokens,
+            backend={"backend": device_kind(parts.device), "distributed": None},
+            model_config_={
+                **spec.model.model_dump(mode="json"),
+                "vocab_size": parts.data.tokenizer.vocab_size,
+            },
+        )
+        write_record(self.record, folder)
+        self._journal = Journal(folder / "metrics.csv", columns(list(parts.data.evaluation_sets)))
+        tracker.start(self.record, folder)
+
+    def step(self, result: StepResult, logged: bool) -> None:
+        """Counts an update, and puts it into the step's row when it is to be logged."""
+        if result.step > WARM_UP_STEPS:
+            self._timed_seconds += result.seconds
+            self._timed_tokens += self._parts.spec.tokens_per_step
+        self._since_log.append(result)
+        if not logged:
+            return
+        seconds = sum(one.seconds for one in self._since_log)
+        tokens = self._parts.spec.tokens_per_step * len(self._since_log)
+        self._row |= {
+            "step": result.step,
+            "tokens": result.tokens,
+            "train/nll": result.nll,
+            "train/objective": result.objective,
+            "train/smoothing": result.smoothing,
+            "train/z_loss": result.z_loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.learning_rate,
+            # The first step's time is compilation and page faults, not training.
+            "tokens_per_s": tokens / seconds if result.step > 1 else None,
+            "step_seconds": seconds / len(self._since_log),
+            "peak_memory_gb": peak_bytes(self._parts.device) / 1e9,
+        }
+        self._since_log = []
+
+    def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
+        """Scores every evaluation set at the present step, and proves where the run stands."""
+        parts, state = self._parts, self._parts.state
+        spec = parts.spec
+        scores = [
+            evaluate(
+                state.model,
+                documents,
+                spec.training.seq_len,
+                spec.training.loss_block_vocab,
+                between,
+            )
+            for documents in parts.data.evaluation_sets.values()
+        ]
+        values = {name: value for score in scores for name, value in score.values().items()}
+        write_scores(scores, self._folder / "evaluations" / f"step_{state.step:08d}.parquet")
+        self._row |= {"step": state.step, "tokens": state.tokens, **values}
+        self.record.points.append(
+            Point(
+                step=state.step,
+                tokens=state.tokens,
+                order_digest=state.digest.hexdigest(),
+                lr_trace=state.trace.hexdigest(),
+            )
+        )
+        self.record.results.final = {k: v for k, v in values.items() if v is not None}
+        self.flush()
+        write_record(self.record, self._folder)
+        reporter.evaluation(state.step, self.record.results.final)
+
+    def flush(self) -> None:
+        """Writes the present step's row, if there is one."""
+        if self._row:
+            self._journal.write(self._row)
+            self._tracker.log(self._row)
+            self._row = {}
+
+    def checkpoint(self) -> None:
+        """Saves the present state, if there is one to save."""
+        if self._parts.state.step:
+            keep = self._parts.spec.checkpoint.save_total_limit
+            save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
+
+    def close(self, status: str, error: str | None = None) -> None:
+        """Ends the record with a status, and lets the trackers finish."""
+        record, step = self.record, self._parts.state.step
+        record.status = status  # type: ignore[assignment]
+        record.error, record.ended = error, _now()
+        record.results.seconds = time.monotonic() - self._began
+        record.results.peak_memory_bytes = peak_bytes(self._parts.device)
+        record.effective.budget.finished = status == "FINISHED"
+        if step - WARM_UP_STEPS >= LEAST_TIMED_STEPS:
+            record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
+            interval = {"first_step": WARM_UP_STEPS + 1, "last_step": step}
+        else:
+            least = WARM_UP_STEPS + LEAST_TIMED_STEPS
+            absent = {"not_applicable": f"throughput is measured from {least} steps on"}
+            interval = {"first_step": absent, "last_step": absent}
+        record.effective.interval = type(record.effective.interval).model_validate(interval)
+        self._journal.close()
+        write_record(record, self._folder)
+        self._tracker.finish(record)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended: its record, its folder and the exit code it stands for."""
+
+    record: RunRecord
+    folder: Path
+    exit_code: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The machine-readable form."""
+        record = self.record
+        return {
+            "run": record.name,
+            "id": record.id,
+            "status": record.status,
+            "folder": str(self.folder),
+            "results": record.results.model_dump(),
+            "exit_code": self.exit_code,
+        }
+
+    def closing_lines(self) -> str:
+        """Where the run is, what came of it, and the next command to try."""
+        record = self.record
+        final = record.results.final
+        numbers = "  ".join(
+            f"{name} {final[name]:.4f}"
+            for name in ("held_out/nll", "train_split/nll")
+            if name in final
+        )
+        return "\n".join(
+            (
+                f"{record.name}: {record.status.lower()}, in {self.folder}",
+                f"{numbers or 'not evaluated'}  (nats/token)",
+                f"next: wb show {record.name}   wb list   wb ui",
+            )
+        )
+
+
+def tracker_for(spec: RunSpec, store: Store) -> Tracker:
+    """MLflow, at the spec's address or in the store."""
+    return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+__all__ = ["Components", "RunOutcome", "UserError", "build", "run"]
