@@ -1,0 +1,121 @@
+"""The runs of the store as a terminal shows them: the list, and the page of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import UserError
+from workbench.track.record import RunRecord, read_record
+from workbench.track.store import Store
+
+
+def run_rows(store: Store) -> list[dict[str, Any]]:
+    """One row per run folder, newest first; a damaged record is a row that says so."""
+    rows = []
+    for folder in store.run_folders():
+        try:
+            record = read_record(folder)
+        except UserError as error:
+            rows.append({"run": folder.name, "status": "DAMAGED", "error": str(error)})
+            continue
+        final = record.results.final
+        rows.append(
+            {
+                "run": record.name,
+                "id": record.id,
+                "status": store.effective_status(folder),
+                "started": record.started,
+                "seed": record.spec.get("seed"),
+                "tokens": record.points[-1].tokens if record.points else 0,
+                "planned_tokens": record.total_tokens,
+                "held_out/nll": final.get("held_out/nll"),
+                "train_split/nll": final.get("train_split/nll"),
+            }
+        )
+    return sorted(rows, key=lambda row: str(row.get("started", "")), reverse=True)
+
+
+def run_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as aligned columns."""
+    if not rows:
+        return "no runs yet; try: wb run experiments/quickstart.yaml"
+    heads = ("run", "id", "status", "seed", "tokens", "held_out/nll", "train_split/nll", "started")
+    table = [list(heads)]
+    for row in rows:
+        if row["status"] == "DAMAGED":
+            table.append([row["run"], "", "DAMAGED", "", "", "", "", ""])
+            continue
+        table.append(
+            [
+                row["run"],
+                row["id"][:8],
+                row["status"],
+                str(row["seed"]),
+                f"{row['tokens']:,}",
+                _number(row["held_out/nll"]),
+                _number(row["train_split/nll"]),
+                row["started"].replace("T", " ")[:16],
+            ]
+        )
+    widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
+
+
+def run_page(record: RunRecord, status: str, folder: Path) -> str:
+    """What one run was, how it went, and where its files are."""
+    effective, results = record.effective, record.results
+    spec = record.spec
+    model = spec["model"]
+    sizes = f"{model['num_hidden_layers']} layers x {model['hidden_size']}"
+    lines = [
+        ("run", f"{record.name}  ({record.id})"),
+        ("status", status + (f": {record.error}" if record.error else "")),
+        ("started", f"{record.started}" + (f", ended {record.ended}" if record.ended else "")),
+        ("model", f"{model['attention_type']}, {model['mlp_type']}, {sizes}"),
+        ("parameters", _counts(effective.parameters.total, effective.parameters.active)),
+        ("tokenizer", f"{effective.tokenizer.name}, {effective.tokenizer.vocab_size:,} entries"),
+        ("data", f"{effective.data.source}; split: {_plain(effective.data.split)}"),
+        ("tokens", f"{_reached(record):,} of {record.total_tokens:,}, seed {spec['seed']}"),
+        ("precision", f"{effective.precision.compute_dtype} ({effective.precision.matmul})"),
+        ("device", f"{effective.hardware.device_name}, torch {effective.hardware.torch}"),
+        ("code", f"{effective.code.version}, commit {_commit(record)}"),
+    ]
+    lines += [(name, f"{value:.6f}") for name, value in sorted(results.final.items())]
+    if results.tokens_per_s is not None:
+        first, last = effective.interval.first_step, effective.interval.last_step
+        lines.append(("tokens/s", f"{results.tokens_per_s:,.0f} (steps {first} to {last})"))
+    if results.peak_memory_bytes is not None:
+        lines.append(("peak memory", f"{results.peak_memory_bytes / 1e9:.2f} GB"))
+    lines.append(("files", str(folder)))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _counts(total: int | None, active: int | None) -> str:
+    if total is None or active is None:
+        return "unknown"
+    return f"{total:,} total, {active:,} active per token"
+
+
+def _reached(record: RunRecord) -> int:
+    return record.points[-1].tokens if record.points else 0
+
+
+def _plain(fact: Any) -> str:
+    reason = getattr(fact, "not_applicable", None)
+    return f"none ({reason})" if reason else str(fact)
+
+
+def _commit(record: RunRecord) -> str:
+    code = record.effective.code
+    if code.git_commit is None:
+        return "unknown"
+    return code.git_commit[:12] + (" with uncommitted changes" if code.git_dirty else "")
