@@ -20,11 +20,16 @@ Effect = Literal["refuse", "flag"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One item of the checklist: what must match, and what a difference does to each claim."""
+    """One item of the checklist: what must match, and what a difference does to each claim.
+
+    `unit_of` lists the claims whose unit the rule guards: there a difference keeps its effect even
+    as the treatment, since the two numbers would not measure one thing.
+    """
 
     name: str
     must_match: str
     effects: dict[Claim, Effect]
+    unit_of: tuple[Claim, ...] = ()
 
 
 def _effects(nll: str, bpb: str, throughput: str, memory: str) -> dict[Claim, Effect]:
@@ -38,15 +43,18 @@ def _effects(nll: str, bpb: str, throughput: str, memory: str) -> dict[Claim, Ef
     return effects
 
 
+# Nats per token of two tokenizers have no common unit; bits per byte have.
+_UNIT_OF: dict[str, tuple[Claim, ...]] = {"tokenizer": ("nll",)}
+
 RULES: dict[str, Rule] = {
-    name: Rule(name, must_match, _effects(*effects.split()))
+    name: Rule(name, must_match, _effects(*effects.split()), _UNIT_OF.get(name, ()))
     for name, must_match, effects in (
         ("model", "every model setting and the route tables", "flag flag flag flag"),
         ("tokenizer", "name, vocabulary size and content", "refuse flag flag flag"),
         ("data", "training text, split, order, and the batches consumed", "refuse refuse flag -"),
         (
             "budget",
-            "tokens consumed at the point compared, and the learning rates",
+            "tokens consumed at the point compared, the learning rates, the planned end",
             "refuse refuse - -",
         ),
         ("parameters", "total parameters", "flag flag flag flag"),
@@ -77,20 +85,27 @@ class Tag:
 
     `judged`: compared under `rule`. `requested`: not compared itself; what it became is, in the
     leaves `becomes`. `free`: never compared. `follows` names (as patterns) the leaves whose
-    difference explains a difference here; it then counts once, there.
+    difference explains a difference here; it then counts once, there. The leaves `under` explain it
+    only as the treatment: undeclared, they count under a weaker rule and would hide this one. When
+    a leaf of `unless` differs, nothing explains a difference here. `<set>` stands for the
+    evaluation set that the leaf itself belongs to.
     """
 
     rule: str | None
     kind: Literal["judged", "requested", "free"] = "judged"
     follows: tuple[str, ...] = ()
     becomes: tuple[str, ...] = ()
+    under: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
 
 FREE = Tag(None, "free")
 
 
-def _judged(rule: str, *follows: str) -> Tag:
-    return Tag(rule, "judged", follows)
+def _judged(
+    rule: str, *follows: str, under: tuple[str, ...] = (), unless: tuple[str, ...] = ()
+) -> Tag:
+    return Tag(rule, "judged", follows, (), under, unless)
 
 
 def _requested(rule: str, *becomes: str) -> Tag:
@@ -102,27 +117,41 @@ _TEXT = ("effective.data.train_sha256", "effective.data.split")
 _LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps")
 _UPDATE = "effective.optimizer.sequences_per_update"
 _DEVICE = ("effective.hardware.device_type", "effective.hardware.device_name")
+_SET_TEXT = "effective.evaluation.<set>.sha256"
 
-# First matching pattern wins. The leaves are those of `RunSpec` and of `Effective`.
+# First matching pattern wins. The leaves are those of `RunSpec`, of `Effective`, and what a
+# comparison adds for the point compared: `effective.budget.{tokens,lr_trace,decay_tokens}` and
+# `effective.data.order_digest`.
 TAGS: tuple[tuple[str, Tag], ...] = (
     # -- the resolved spec
     ("name", FREE),
     ("notes", FREE),
     ("seed", _judged("seeds")),
     ("model.profile", FREE),  # its sizes are compared
-    ("model.shared_expert_chunk_tokens", _judged("execution", "model.*")),
+    (
+        "model.shared_expert_chunk_tokens",
+        _judged("execution", "model.mlp_type", "model.shared_expert"),
+    ),
     ("model.*", _judged("model")),
     ("tokenizer.*", _requested("tokenizer", _TOKENIZER)),
     ("data.dataset", _requested("data", "effective.data.*")),
     ("data.text_*", _requested("data", "effective.data.*")),
-    ("data.held_out_ratio", _requested("data", "effective.data.*", "effective.evaluation.*")),
+    ("data.held_out_ratio", _requested("data", "effective.data.*")),
     ("data.order", _judged("data")),
-    ("training.steps", _requested("budget", "effective.budget.*")),
+    (
+        "training.steps",
+        _requested(
+            "budget",
+            "effective.budget.tokens",
+            "effective.budget.lr_trace",
+            "effective.budget.decay_tokens",
+        ),
+    ),
     ("training.batch_size", _judged("execution")),
     ("training.gradient_accumulation_steps", _judged("execution")),
     ("training.seq_len", _judged("optimizer")),
     ("training.precision", _requested("precision", "effective.precision.*")),
-    ("training.device", _requested("hardware", "effective.hardware.*")),
+    ("training.device", _requested("hardware", "effective.hardware.device_*")),
     ("training.max_grad_norm", _judged("optimizer")),
     ("training.label_smoothing", _judged("optimizer")),
     ("training.z_loss", _judged("optimizer")),
@@ -154,15 +183,33 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ),
     ("effective.data.*", FREE),
     ("effective.budget.finished", _judged("budget")),
-    ("effective.budget.tokens", _judged("budget", *_LAYOUT, "training.seq_len")),
+    ("effective.budget.tokens", _judged("budget")),
+    # Where the decay ends: two runs at the same token count, one half way down its cosine and one
+    # at its end, have not had the same budget, whatever else explains their learning rates.
+    ("effective.budget.decay_tokens", _judged("budget", "schedule.decay")),
     (
         "effective.budget.lr_trace",
-        _judged("budget", "optimizer.*", "schedule.*", _UPDATE, "training.seq_len"),
+        _judged(
+            "budget",
+            "optimizer.lr",
+            "schedule.*",
+            _UPDATE,
+            "training.seq_len",
+            "effective.budget.decay_tokens",
+        ),
     ),
     ("effective.parameters.total", _judged("parameters")),
     ("effective.parameters.*", FREE),
-    ("effective.optimizer.sequences_per_update", _judged("optimizer", *_LAYOUT)),
-    ("effective.optimizer.warmup_steps", _judged("optimizer", "training.steps")),
+    ("effective.optimizer.sequences_per_update", _judged("optimizer", under=_LAYOUT)),
+    (
+        "effective.optimizer.warmup_steps",
+        _judged(
+            "optimizer",
+            "training.steps",
+            under=(*_LAYOUT, "training.seq_len"),
+            unless=("schedule.warmup_steps",),
+        ),
+    ),
     ("effective.optimizer.groups_sha256", _judged("optimizer", "model.*", "optimizer.*")),
     ("effective.precision.compute_dtype", _judged("precision")),
     ("effective.precision.matmul", _judged("precision", "effective.precision.compute_dtype")),
@@ -171,22 +218,23 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("effective.hardware.device_name", _judged("hardware", "effective.hardware.device_type")),
     ("effective.hardware.*", _judged("hardware")),
     ("effective.execution.dispatch", _judged("execution", "model.*")),
-    ("effective.execution.attention", _judged("execution", "model.*", *_DEVICE)),
+    (
+        "effective.execution.attention",
+        _judged("execution", "model.*", *_DEVICE, "effective.precision.compute_dtype"),
+    ),
     ("effective.execution.compiled", _judged("execution", "training.compile")),
     ("effective.execution.*", _judged("execution")),
     (
         "effective.evaluation.*.scored_tokens",
-        _judged("evaluation", "effective.evaluation.*.sha256", _TOKENIZER),
-    ),
-    ("effective.evaluation.*.context", _judged("evaluation", "training.seq_len")),
-    (
-        "effective.evaluation.*.sha256",
-        _judged("evaluation", *_TEXT),
+        _judged("evaluation", _SET_TEXT, _TOKENIZER, "evaluation.sets"),
     ),
     (
-        "effective.evaluation.*",
-        _judged("evaluation", "effective.evaluation.*.sha256", *_TEXT),
+        "effective.evaluation.*.context",
+        _judged("evaluation", "training.seq_len", "evaluation.sets"),
     ),
+    # Never follows the data, studied or not: on other documents it is another measurement.
+    ("effective.evaluation.*.sha256", _judged("evaluation", "evaluation.sets")),
+    ("effective.evaluation.*", _judged("evaluation", _SET_TEXT, "evaluation.sets")),
     ("effective.interval.*", _judged("interval")),
     ("effective.code.package_sha256", _judged("code")),
     ("effective.code.version", _judged("code", "effective.code.package_sha256")),
