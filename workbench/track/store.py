@@ -1,0 +1,316 @@
+"""The store: where runs, artifacts, MLflow's database and the cache lie; which runs there are.
+
+A run directory belongs to one process at a time: it holds a lock on the file `.lock` in it, which
+the kernel drops when the process dies, however it dies. A record that says RUNNING while nobody
+holds the lock is therefore the record of a run that died.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.errors import Fault, StoreError, UserError, did_you_mean
+from workbench.spec.run import NAME
+from workbench.track.record import RunRecord, Status, read_record
+
+FOLDER = "mlruns"
+RECORD = "run_config.json"
+METRICS = "metrics.csv"
+_LOCK = ".lock"
+
+# Locks held by this process: they last as long as it does, unless released.
+_held: dict[Path, int] = {}
+
+
+def _forget_locks_after_fork() -> None:
+    """A forked child (a data-loading worker) must not keep the lock of a parent that died."""
+    for handle in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks_after_fork)
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run directory as the listing shows it. `record` is None where `fault` says why."""
+
+    name: str
+    folder: Path
+    status: Status | None
+    record: RunRecord | None
+    fault: str | None = None
+
+    @property
+    def died(self) -> bool:
+        """Whether the run ended without being able to say so."""
+        recorded = self.record.status if self.record else None
+        return recorded == "RUNNING" and self.status == "KILLED"
+
+
+class Store:
+    """A folder of runs. `home` is absolute, so that a change of directory does not matter."""
+
+    def __init__(self, home: Path | str | None = None) -> None:
+        self.home = (Path(home) if home is not None else default_home()).expanduser().resolve()
+
+    @property
+    def runs(self) -> Path:
+        """One folder for each run."""
+        return self.home / "runs"
+
+    @property
+    def artifacts(self) -> Path:
+        """MLflow's artifacts."""
+        return self.home / "artifacts"
+
+    @property
+    def database(self) -> Path:
+        """MLflow's SQLite file."""
+        return self.home / "mlflow.db"
+
+    @property
+    def cache(self) -> Path:
+        """Encoded corpora and other things that can be made again."""
+        return self.home / "cache"
+
+    @property
+    def tracking_uri(self) -> str:
+        """The address of this store for MLflow."""
+        return f"sqlite:///{self.database}"
+
+    def path_of(self, name: str) -> Path:
+        """The folder of the run called `name`, existing or not.
+
+        Raises:
+            UserError: the name could lead out of the store.
+        """
+        path = self.runs / name
+        if not NAME.fullmatch(name) or path.parent != self.runs:
+            allowed = "letters, digits, '.', '_', '-'; the first a letter or digit"
+            raise UserError.at("name", "this cannot be the name of a run", name, allowed)
+        return path
+
+    def create_run(self, name: str) -> Path:
+        """Claims a new run folder for this process, and locks it.
+
+        Raises:
+            UserError: the name is taken or not a name.
+            StoreError: the store cannot be written.
+        """
+        folder = self.path_of(name)
+        with storing(folder):
+            self.runs.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                if not (folder.is_dir() and _is_unused(folder)):
+                    raise _taken(folder) from None
+        # Two processes may both have found an abandoned, empty folder: the lock decides.
+        if not lock_run(folder):
+            raise _taken(folder)
+        if not _is_unused(folder):
+            release_run(folder)
+            raise _taken(folder)
+        return folder
+
+    def discard_run(self, folder: Path) -> None:
+        """Removes a claimed folder whose run never began, that is, that has no record."""
+        assert folder.parent == self.runs, "only folders of this store are removed"
+        if not (folder / RECORD).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        release_run(folder)
+
+    def list_runs(self) -> list[RunEntry]:
+        """Every run folder, the newest first; damaged ones with their fault, at the end."""
+        with storing(self.runs):
+            if not self.runs.is_dir():
+                return []
+            folders = [path for path in self.runs.iterdir() if path.is_dir()]
+        entries = [read_entry(folder) for folder in sorted(folders)]
+        return sorted(entries, key=lambda entry: entry.record.started if entry.record else "")[::-1]
+
+    def find_run(self, text: str) -> RunEntry:
+        """The run with this name or id, or the only one whose name or id begins with it.
+
+        Raises:
+            UserError: no run is meant, or more than one.
+        """
+        entries = self.list_runs()
+        exact = [e for e in entries if text in (e.name, e.record and e.record.id)]
+        matches = exact or [
+            entry
+            for entry in entries
+            if text and (entry.name.startswith(text) or _id_of(entry).startswith(text))
+        ]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            candidates = ", ".join(sorted(f"{e.name} ({_id_of(e)[:8]})" for e in matches))
+            raise UserError.at("run", "more than one run is meant", text, candidates)
+        hint = did_you_mean(text, [entry.name for entry in entries])
+        message = f"there is no such run in {self.runs}.{hint}".rstrip(".")
+        raise UserError.at("run", message, text, "a name, an id, or the beginning of one")
+
+
+def default_home() -> Path:
+    """WB_HOME, else `mlruns` of the nearest parent folder that has one, else `./mlruns`."""
+    given = os.environ.get("WB_HOME")
+    if given:
+        return Path(given)
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / FOLDER).is_dir():
+            return folder / FOLDER
+    return here / FOLDER
+
+
+def read_entry(folder: Path) -> RunEntry:
+    """A run folder as the listing shows it; never an error."""
+    try:
+        record = read_record(folder)
+    except UserError as error:
+        fault = error.faults[0].message
+        if not (folder / RECORD).exists():
+            fault = "it is starting" if is_locked(folder) else "it ended before it had a record"
+        return RunEntry(folder.name, folder, None, None, fault)
+    return RunEntry(folder.name, folder, effective_status(folder, record), record)
+
+
+def effective_status(folder: Path, record: RunRecord | None = None) -> Status:
+    """The recorded status; KILLED where the record says RUNNING and no process holds the run.
+
+    Raises:
+        UserError: there is no readable record.
+    """
+    record = record or read_record(folder)
+    if record.status != "RUNNING" or is_locked(folder):
+        return record.status
+    # It may have ended between the reading of the record and that of the lock.
+    record = read_record(folder)
+    return "KILLED" if record.status == "RUNNING" else record.status
+
+
+def lock_run(folder: Path) -> bool:
+    """Takes the lock of a run folder for the life of this process; False: another has it.
+
+    Raises:
+        StoreError: the lock file cannot be written.
+    """
+    folder = folder.resolve()
+    if folder in _held:
+        return False
+    with storing(folder / _LOCK):
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not _lock_within(handle, seconds=0.5):
+                os.close(handle)
+                return False
+            owner = {"pid": os.getpid(), "host": socket.gethostname()}
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(owner).encode(), 0)
+        except OSError:
+            os.close(handle)
+            raise
+    _held[folder] = handle
+    return True
+
+
+def _lock_within(handle: int, seconds: float) -> bool:
+    """Locks a file; tries again, since a listing holds a lock for the instant of its look."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+
+
+def release_run(folder: Path) -> None:
+    """Gives up the lock of a run folder, where this process has it."""
+    handle = _held.pop(folder.resolve(), None)
+    if handle is not None:
+        os.close(handle)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a living process holds this run folder."""
+    if folder.resolve() in _held:
+        return True
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # A shared lock is enough to find out, and does not get in the way of another reader.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns an operating system error into the StoreError of `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(path, error) from error
+
+
+def store_error(path: Path, error: OSError) -> StoreError:
+    """What could not be written or read, why, and how much room is left where it is full."""
+    reason = (error.strerror or str(error)).lower()
+    message = f"the store cannot be used: {reason}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message += f" ({_free_bytes(path)} bytes are free)"
+    elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        message += "; WB_HOME names another place"
+    return StoreError(Fault(str(path), message))
+
+
+def _free_bytes(path: Path) -> int | str:
+    for folder in (path, *path.parents):
+        if folder.exists():
+            return shutil.disk_usage(folder).free
+    return "an unknown number of"
+
+
+def _id_of(entry: RunEntry) -> str:
+    return entry.record.id if entry.record else ""
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether nothing but a lock lies there: a run was claimed and ended before it began."""
+    return not any(path.name != _LOCK for path in folder.iterdir())
+
+
+def _taken(folder: Path) -> UserError:
+    entry = read_entry(folder)
+    state = f"its status is {entry.status}" if entry.status else entry.fault
+    message = f"a run of this name exists ({state}) in {folder}; it is never overwritten"
+    allowed = f"name=... with another name, such as {_free_name(folder)}"
+    return UserError.at("name", message, folder.name, allowed)
+
+
+def _free_name(folder: Path) -> str:
+    number = 2
+    while (folder.parent / f"{folder.name}-{number}").exists():
+        number += 1
+    return f"{folder.name}-{number}"
