@@ -1,0 +1,405 @@
+"""The judge: which differences between two fact mappings count, and what they do to each claim.
+
+Everything here is a pure function of facts, a declared treatment and allowances. What a rule guards
+and what explains a difference stands in the tags of `workbench.spec.checklist`.
+
+A differing leaf *follows* when another differing leaf explains it and that one is itself studied,
+counted, or follows: it is then listed, and counts once, there. Leaves that explain each other in a
+circle all count: no difference can hide behind one that hides behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from glob import escape
+from typing import Any, Literal, get_args
+
+from workbench.compare.facts import (
+    Facts,
+    all_leaves,
+    is_known,
+    same,
+    set_of,
+    spec_leaves,
+    value_of,
+)
+from workbench.errors import Fault, UserError, did_you_mean
+from workbench.spec.checklist import (
+    CLAIMS,
+    RULES,
+    RULESET_VERSION,
+    Claim,
+    Effect,
+    Tag,
+    matches,
+    tag_of,
+)
+
+Outcome = Literal["match", "not yet known", "follows", "studied", "missing", "differs"]
+Verdict = Literal["comparable", "flagged", "refused"]
+Mode = Literal["runs", "specs"]
+
+_SEVERITY: tuple[Outcome, ...] = get_args(Outcome)
+_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+_COUNTED = ("differs", "missing")
+
+# Shown with both values also where they match.
+_ALWAYS_SHOWN = "effective.parameters.total"
+_FINISHED = "effective.budget.finished"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of each side, and what was made of the pair.
+
+    `follows` names the leaves that explain a difference; `asked` the requested settings that differ
+    and become this leaf.
+    """
+
+    path: str
+    rule: str
+    outcome: Outcome
+    a: Any
+    b: Any
+    follows: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether the leaf has its rule's effect."""
+        return self.outcome in _COUNTED
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """One rule's outcome for this pair, and its effect on each claim (None: none).
+
+    `leaves` are those that do not match, and the one that is always shown.
+    """
+
+    rule: str
+    outcome: Outcome
+    leaves: tuple[Leaf, ...]
+    effects: dict[Claim, Effect | None]
+    allowed: str | None = None  # the reason for which a refusal became a flag
+    inferred: bool = False  # the treatment was taken from the differences, not declared
+    both_best: bool = False  # both runs stand for a checkpoint chosen by its own result
+
+    @property
+    def counted(self) -> tuple[Leaf, ...]:
+        """The leaves that have the rule's effect."""
+        return tuple(leaf for leaf in self.leaves if leaf.counts)
+
+    def over(self, claims: Iterable[Claim]) -> Verdict:
+        """The worst this rule does to any of the claims."""
+        return _worst(_verdict_of(self.effects[claim]) for claim in claims)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Every rule's outcome, in the order of the checklist."""
+
+    rules: tuple[Ruling, ...]
+    treatment: tuple[str, ...]
+    inferred: bool
+    allow: dict[str, str]
+    mode: Mode
+    asked: tuple[Leaf, ...] = ()  # requested settings that differ; judged by what they became
+    ruleset: int = field(default=RULESET_VERSION)
+
+    @cached_property
+    def claims(self) -> dict[Claim, Verdict]:
+        """The verdict for each claim."""
+        return {claim: _worst(rule.over([claim]) for rule in self.rules) for claim in CLAIMS}
+
+    def verdict(self, claims: Iterable[Claim]) -> Verdict:
+        """The worst verdict of the claims asked for."""
+        return _worst(self.claims[claim] for claim in claims)
+
+    def ruling(self, rule: str) -> Ruling:
+        """The outcome of one rule."""
+        return next(ruling for ruling in self.rules if ruling.rule == rule)
+
+    def with_outcome(self, *outcomes: Outcome) -> list[Leaf]:
+        """The leaves with one of these outcomes, in the order of the checklist."""
+        return [leaf for rule in self.rules for leaf in rule.leaves if leaf.outcome in outcomes]
+
+
+def judge(
+    a: Facts,
+    b: Facts,
+    *,
+    treatment: Sequence[str] = (),
+    allow: Mapping[str, str] | None = None,
+    mode: Mode = "runs",
+) -> Judgement:
+    """Judges two fact mappings.
+
+    Args:
+        treatment: spec fields or sections that are meant to differ; `rule:X` for a whole rule.
+        allow: rule -> reason; turns its refusals into flags.
+        mode: `specs` counts effective leaves that are not known as not yet known.
+
+    Raises:
+        UserError: a treatment or an allowance names nothing, or gives no reason.
+    """
+    allow = dict(allow or {})
+    _check_allow(allow)
+    leaves = all_leaves(a, b)
+    declared = _declared(treatment, leaves)
+    inferred = False
+    judged = _judge_leaves(a, b, leaves, declared, mode)
+    if not treatment:
+        model = {path for path in leaves if path.startswith("model.")}
+        model = {path for path in model if tag_of(path).rule == "model"}
+        as_treatment = _judge_leaves(a, b, leaves, model, mode)
+        if _is_confined(as_treatment):
+            judged, inferred = as_treatment, True
+
+    rulings = tuple(
+        _rule(name, [leaf for leaf in judged if leaf.rule == name], allow, inferred)
+        for name in RULES
+    )
+    asked = tuple(
+        Leaf(path, str(tag_of(path).rule), "differs", value_of(a, path)[1], value_of(b, path)[1])
+        for path in leaves
+        if tag_of(path).kind == "requested" and _asked_differs(a, b, path)
+    )
+    names = ("model",) if inferred else tuple(dict.fromkeys(treatment))
+    return Judgement(rulings, names, inferred, allow, mode, asked)
+
+
+def check_claims(claims: Iterable[str]) -> tuple[Claim, ...]:
+    """The claims asked for, in the checklist's order; `nll` when there are none.
+
+    Raises:
+        UserError: one of them is unknown.
+    """
+    asked = list(claims) or ["nll"]
+    faults = [
+        Fault("--claim", f"unknown claim.{did_you_mean(name, CLAIMS)}", name, ", ".join(CLAIMS))
+        for name in asked
+        if name not in CLAIMS
+    ]
+    if faults:
+        raise UserError(*faults)
+    return tuple(claim for claim in CLAIMS if claim in asked)
+
+
+def _judge_leaves(
+    a: Facts, b: Facts, leaves: Sequence[str], treatment: set[str], mode: Mode
+) -> list[Leaf]:
+    """Every judged leaf with its outcome."""
+    tags = {path: tag_of(path) for path in leaves}
+    outcomes: dict[str, Outcome] = {
+        path: _compare(a, b, path, mode) for path, tag in tags.items() if tag.kind == "judged"
+    }
+    asked = {
+        path: tag
+        for path, tag in tags.items()
+        if tag.kind == "requested" and _asked_differs(a, b, path)
+    }
+    differing = [path for path, outcome in outcomes.items() if outcome == "differs"]
+    explain = _Explanations(tags, asked, differing, treatment)
+    outcomes |= explain.outcomes
+    follows = {path: explain.roots(path) for path in explain.outcomes}
+    for path, outcome in outcomes.items():
+        if outcome == "not yet known" and (roots := explain.roots(path)):
+            outcomes[path], follows[path] = "follows", roots
+    return [
+        Leaf(
+            path,
+            str(tags[path].rule),
+            outcome,
+            value_of(a, path)[1],
+            value_of(b, path)[1],
+            follows[path] if outcome == "follows" else (),
+            tuple(name for name, tag in asked.items() if matches(path, tag.becomes)),
+        )
+        for path, outcome in outcomes.items()
+    ]
+
+
+class _Explanations:
+    """Which differing leaf is studied, which follows from which, and which counts.
+
+    A leaf is decided once everything that could explain it is decided. What is left in circles
+    follows if something decided explains it, and counts otherwise.
+    """
+
+    def __init__(
+        self, tags: dict[str, Tag], asked: dict[str, Tag], differing: list[str], treatment: set[str]
+    ) -> None:
+        self._tags, self._asked, self._differing = tags, asked, differing
+        self.outcomes: dict[str, Outcome] = {
+            path: "studied" for path in differing if path in treatment
+        }
+        pending = [path for path in differing if path not in self.outcomes]
+        depends = {path: self._depends(path) for path in pending}
+        while pending:
+            ready = [path for path in pending if not depends[path] & set(pending)]
+            ready = ready or [path for path in pending if self.roots(path)] or pending
+            decided: dict[str, Outcome] = {
+                path: "follows" if self.roots(path) else "differs" for path in ready
+            }
+            self.outcomes |= decided
+            pending = [path for path in pending if path not in decided]
+
+    def roots(self, path: str) -> tuple[str, ...]:
+        """The decided leaves, and requested settings that count or are studied, that explain it."""
+        follows, _ = self._patterns(path)
+        return tuple(
+            name
+            for name in self._candidates(path)
+            if self._is_grounded(name, only_studied=not matches(name, follows))
+        )
+
+    def _candidates(self, path: str) -> list[str]:
+        known = [*self._asked, *self._differing]
+        if any(matches(name, self._tags[path].unless) for name in known):
+            return []
+        follows, under = self._patterns(path)
+        return [name for name in known if name != path and matches(name, (*follows, *under))]
+
+    def _patterns(self, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        own_set = escape(set_of(path) or "")
+        follows = tuple(name.replace("<set>", own_set) for name in self._tags[path].follows)
+        return follows, self._tags[path].under
+
+    def _is_grounded(self, name: str, *, only_studied: bool) -> bool:
+        if name in self._asked:
+            became = {self.outcomes.get(leaf) for leaf in self._became(name)}
+            return "studied" in became or ("differs" in became and not only_studied)
+        return self.outcomes.get(name) == "studied" if only_studied else name in self.outcomes
+
+    def _became(self, name: str) -> list[str]:
+        return [path for path in self._differing if matches(path, self._asked[name].becomes)]
+
+    def _depends(self, path: str) -> set[str]:
+        depends: set[str] = set()
+        for name in self._candidates(path):
+            depends.update(self._became(name) if name in self._asked else [name])
+        return depends - {path}
+
+
+def _compare(a: Facts, b: Facts, path: str, mode: Mode) -> Outcome:
+    effective = path.startswith("effective.")
+    values = []
+    for facts in (a, b):
+        present, value = value_of(facts, path)
+        if not present or not (is_known(value) or (value is None and not effective)):
+            return "not yet known" if mode == "specs" and effective else "missing"
+        values.append(value)
+    if path == _FINISHED:
+        return "match" if all(value is True for value in values) else "differs"
+    return "match" if same(*values) else "differs"
+
+
+def _asked_differs(a: Facts, b: Facts, path: str) -> bool:
+    (present_a, value_a), (present_b, value_b) = value_of(a, path), value_of(b, path)
+    return present_a != present_b or not same(value_a, value_b)
+
+
+def _is_confined(judged: list[Leaf]) -> bool:
+    """Whether nothing counts beside the model; total parameters are expected to differ with it."""
+    beside = [leaf.path for leaf in judged if leaf.counts and leaf.path != _ALWAYS_SHOWN]
+    unknown = any(leaf.path == _ALWAYS_SHOWN and leaf.outcome == "missing" for leaf in judged)
+    return not beside and not unknown and any(leaf.outcome == "studied" for leaf in judged)
+
+
+def _rule(name: str, judged: list[Leaf], allow: Mapping[str, str], inferred: bool) -> Ruling:
+    rule = RULES[name]
+    inferred = inferred and name == "model"
+    found = {leaf.outcome for leaf in judged}
+    if "match" in found:
+        found.discard("not yet known")  # what is known matches; the rest is listed
+    outcome: Outcome = max(found, key=_SEVERITY.index, default="match")
+    differs = outcome in _COUNTED
+    both_best = name == "evaluation" and any(
+        leaf.path == "evaluation.select" and leaf.a == leaf.b == "best" for leaf in judged
+    )
+    effects: dict[Claim, Effect | None] = {}
+    for claim in CLAIMS:
+        effect = rule.effects.get(claim)
+        another_unit = outcome in ("studied", "follows") and claim in rule.unit_of
+        if differs or another_unit or inferred:
+            effects[claim] = effect
+        else:
+            effects[claim] = "flag" if both_best and effect else None
+    allowed = None
+    if name in allow and "refuse" in effects.values():
+        allowed = allow[name]
+        effects = {claim: "flag" if effect else None for claim, effect in effects.items()}
+    shown = tuple(leaf for leaf in judged if leaf.outcome != "match" or leaf.path == _ALWAYS_SHOWN)
+    return Ruling(name, outcome, shown, effects, allowed, inferred, both_best)
+
+
+def _declared(treatment: Sequence[str], leaves: Sequence[str]) -> set[str]:
+    """The leaves that the declared treatments name, requested ones as what they became."""
+    declared: set[str] = set()
+    faults = []
+    for name in treatment:
+        patterns = _treatment_patterns(name)
+        if isinstance(patterns, Fault):
+            faults.append(patterns)
+        elif name.startswith("rule:"):
+            declared.update(path for path in leaves if tag_of(path).rule in patterns)
+        else:
+            declared.update(path for path in leaves if matches(path, patterns))
+    if faults:
+        raise UserError(*faults)
+    return declared
+
+
+def _treatment_patterns(name: str) -> tuple[str, ...] | Fault:
+    place = "--treatment"
+    if name.startswith("rule:"):
+        rule = name.removeprefix("rule:")
+        if rule in RULES:
+            return (rule,)
+        hint = did_you_mean(rule, RULES)
+        return Fault(place, f"the checklist has no such rule.{hint}", name, ", ".join(RULES))
+    sections = dict.fromkeys(leaf.partition(".")[0] for leaf in spec_leaves() if "." in leaf)
+    known = [leaf for leaf in spec_leaves() if name in (leaf, leaf.partition(".")[0])]
+    if not known:
+        hint = did_you_mean(name, [*spec_leaves(), *sections])
+        message = f"a run spec has no such field or section.{hint}"
+        allowed = "a dotted field or a section of the spec, or rule:NAME"
+        return Fault(place, message, name, allowed)
+    patterns: list[str] = []
+    for leaf in known:
+        tag = tag_of(leaf)
+        if tag.kind == "judged":
+            patterns.append(leaf)
+        elif tag.kind == "requested":
+            patterns += tag.becomes
+    if not patterns:
+        message = "this is never compared, so it cannot be what is studied"
+        return Fault(place, message, name, "a field that a rule guards")
+    return tuple(patterns)
+
+
+def _check_allow(allow: Mapping[str, str]) -> None:
+    faults = []
+    for rule, reason in allow.items():
+        if rule not in RULES:
+            hint = did_you_mean(rule, RULES)
+            message = f"the checklist has no such rule.{hint}"
+            faults.append(Fault("--allow", message, rule, ", ".join(RULES)))
+        elif not reason.strip():
+            message = "an allowance needs its reason"
+            faults.append(Fault("--allow", message, rule, f"{rule}=why it may be"))
+    if faults:
+        raise UserError(*faults)
+
+
+def _verdict_of(effect: Effect | None) -> Verdict:
+    if effect is None:
+        return "comparable"
+    return "refused" if effect == "refuse" else "flagged"
+
+
+def _worst(verdicts: Iterable[Verdict]) -> Verdict:
+    return max(verdicts, key=_VERDICTS.index, default="comparable")
