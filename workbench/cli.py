@@ -168,20 +168,18 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show what one run was, how it went, and where its files are."""
-    from workbench.track.record import read_record
+    from workbench.track.record import document_of
     from workbench.track.store import Store
     from workbench.views import run_page
 
-    store = Store()
-    folder = store.find_run(run)
-    record = read_record(folder)
-    status = store.effective_status(folder)
+    entry = Store().find_run(run)
+    if entry.record is None:
+        raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
     if as_json:
-        document = record.model_dump(mode="json")
-        document["model_config"] = document.pop("model_config_")
-        _print_json({**document, "status": status, "folder": str(folder)})
+        document = {**document_of(entry.record), "status": entry.status}
+        _print_json({**document, "folder": str(entry.folder)})
     else:
-        print(run_page(record, status, folder))
+        print(run_page(entry.record, entry.status or "UNKNOWN", entry.folder))
 
 
 @app.command()

@@ -29,7 +29,7 @@ from workbench.core.model import build_model, compiled_forward, route_tables_sha
 from workbench.core.optim import build_optimizer, parameter_table, table_sha256
 from workbench.core.precision import Precision, choose_precision
 from workbench.core.schedules import RateTrace
-from workbench.core.train import StepResult, TrainState, train
+from workbench.core.train import StepResult, TrainState, loss_settings, train
 from workbench.errors import UserError
 from workbench.progress import Reporter
 from workbench.signals import InterruptedRunError, StopRequests
@@ -38,7 +38,7 @@ from workbench.track.events import Tracker
 from workbench.track.journal import Journal, columns
 from workbench.track.mlflow_store import MlflowTracker
 from workbench.track.provenance import code_facts, hardware_facts, provenance
-from workbench.track.record import Effective, Point, RunRecord, write_record
+from workbench.track.record import Effective, Point, RunRecord, Status, write_record
 from workbench.track.store import Store
 
 # Steps whose time is not counted: compilation, first touches of memory, caches filling.
@@ -97,7 +97,7 @@ def build(spec: RunSpec, store: Store) -> Components:
                 "master_dtype": str(model.head_weight.dtype).removeprefix("torch."),
                 "matmul": precision.describe(),
             },
-            "hardware": hardware_facts(device),
+            "hardware": hardware_facts(device).model_dump(),
             "execution": {
                 "loss_backend": "chunked",
                 "dispatch": model.dispatch,
@@ -106,7 +106,7 @@ def build(spec: RunSpec, store: Store) -> Components:
                 "parallel": "one process",
             },
             "budget": {"finished": False},
-            "code": code_facts(),
+            "code": code_facts().model_dump(),
         }
     )
     state = TrainState(
@@ -246,7 +246,7 @@ class Recorder:
                 state.model,
                 documents,
                 spec.training.seq_len,
-                spec.training.loss_block_vocab,
+                loss_settings(spec),
                 between,
             )
             for documents in parts.data.evaluation_sets.values()
@@ -265,13 +265,14 @@ class Recorder:
         self.record.results.final = {k: v for k, v in values.items() if v is not None}
         self.flush()
         write_record(self.record, self._folder)
+        self._tracker.update(self.record)
         reporter.evaluation(state.step, self.record.results.final)
 
     def flush(self) -> None:
         """Writes the present step's row, if there is one."""
         if self._row:
             self._journal.write(self._row)
-            self._tracker.log(self._row)
+            self._tracker.log(self._parts.state.step, self._row)
             self._row = {}
 
     def checkpoint(self) -> None:
@@ -280,10 +281,10 @@ class Recorder:
             keep = self._parts.spec.checkpoint.save_total_limit
             save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
 
-    def close(self, status: str, error: str | None = None) -> None:
-        """Ends the record with a status, and lets the trackers finish."""
+    def close(self, status: Status, error: str | None = None) -> str | None:
+        """Ends the record with a status and lets the tracker finish; returns what it still owes."""
         record, step = self.record, self._parts.state.step
-        record.status = status  # type: ignore[assignment]
+        record.status = status
         record.error, record.ended = error, _now()
         record.results.seconds = time.monotonic() - self._began
         record.results.peak_memory_bytes = peak_bytes(self._parts.device)
@@ -298,7 +299,7 @@ class Recorder:
         record.effective.interval = type(record.effective.interval).model_validate(interval)
         self._journal.close()
         write_record(record, self._folder)
-        self._tracker.finish(record)
+        return self._tracker.finish(record)
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UserError
-from workbench.track.record import RunRecord, read_record
+from workbench.track.record import RunRecord
 from workbench.track.store import Store
 
 
 def run_rows(store: Store) -> list[dict[str, Any]]:
     """One row per run folder, newest first; a damaged record is a row that says so."""
-    rows = []
-    for folder in store.run_folders():
-        try:
-            record = read_record(folder)
-        except UserError as error:
-            rows.append({"run": folder.name, "status": "DAMAGED", "error": str(error)})
+    rows: list[dict[str, Any]] = []
+    for entry in store.list_runs():
+        record = entry.record
+        if record is None:
+            rows.append({"run": entry.name, "status": "DAMAGED", "error": entry.fault})
             continue
         final = record.results.final
         rows.append(
             {
                 "run": record.name,
                 "id": record.id,
-                "status": store.effective_status(folder),
+                "status": "KILLED (died)" if entry.died else entry.status,
                 "started": record.started,
                 "seed": record.spec.get("seed"),
                 "tokens": record.points[-1].tokens if record.points else 0,
@@ -33,7 +31,7 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "train_split/nll": final.get("train_split/nll"),
             }
         )
-    return sorted(rows, key=lambda row: str(row.get("started", "")), reverse=True)
+    return rows
 
 
 def run_table(rows: list[dict[str, Any]]) -> str:
@@ -44,7 +42,7 @@ def run_table(rows: list[dict[str, Any]]) -> str:
     table = [list(heads)]
     for row in rows:
         if row["status"] == "DAMAGED":
-            table.append([row["run"], "", "DAMAGED", "", "", "", "", ""])
+            table.append([row["run"], "", f"DAMAGED: {row['error']}", "", "", "", "", ""])
             continue
         table.append(
             [

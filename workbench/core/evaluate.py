@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from workbench.core.data.evaluation_sets import IGNORED, EvaluationSet, scoring_batches
-from workbench.core.losses import linear_nll
+from workbench.core.losses import LossSettings, linear_nll
 from workbench.core.model import Transformer
 
 Float64 = npt.NDArray[np.float64]
@@ -70,7 +70,7 @@ def evaluate(
     model: Transformer,
     documents: EvaluationSet,
     seq_len: int,
-    block_vocab: int,
+    settings: LossSettings,
     between: Callable[[], None] = lambda: None,
 ) -> SetScore:
     """Scores every document of a set, in windows of `seq_len` tokens.
@@ -90,10 +90,10 @@ def evaluate(
                 hidden.flatten(0, 1),
                 model.head_weight,
                 torch.from_numpy(batch.targets).to(device).flatten(),
-                precision=model.precision,
-                block_vocab=block_vocab,
+                settings,
+                model.precision,
             )
-            per_window = nll.view(batch.targets.shape).double().sum(dim=1).cpu().numpy()
+            per_window = nll.view(batch.targets.shape).cpu().double().sum(dim=1).numpy()
             np.add.at(sums, batch.documents, per_window)
             np.add.at(tokens, batch.documents, (batch.targets != IGNORED).sum(axis=1))
     hashes = [row.tobytes().hex() for row in documents.content_sha256]

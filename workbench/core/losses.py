@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workbench.core.precision import Precision
+from workbench.core.workspace import Workspace
 
 IGNORED = -100
 """Targets of this value are not scored: no loss, no gradient (PyTorch's convention)."""
@@ -92,58 +93,6 @@ class LossSums(NamedTuple):
     """Scored tokens."""
 
 
-class Workspace:
-    """Memory that the loss keeps between steps, so that no step pays for fresh pages.
-
-    One per head weight; not for use by several threads at once. Nothing that the loss returns lies
-    in the scratch kept here, so results of earlier steps stay as they are.
-
-    The gradient of the head, [V, H] float32, is by far the largest: call `reclaim(weight)` where
-    you would drop gradients, and the next backward pass writes into the same memory. From then on
-    it belongs to the loss again: keep a copy, not a reference, of a gradient you still need.
-
-    `accumulate=True` makes a backward pass that finds `weight.grad` add to it in the product and
-    hand autograd no gradient of the weight: later micro-batches then need neither a second [V, H]
-    tensor nor a pass to add it. Gradients come out the same, but `torch.autograd.grad` and tensor
-    hooks of the weight do not see these; hence off by default.
-    """
-
-    def __init__(self, *, accumulate: bool = False) -> None:
-        self.accumulate = accumulate
-        self._scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        self._spare: Tensor | None = None
-
-    def reclaim(self, weight: Tensor) -> None:
-        """Set `weight.grad` to None and keep its memory for the next gradient of `weight`."""
-        grad, weight.grad = weight.grad, None
-        if grad is not None and grad.layout == torch.strided and grad.is_contiguous():
-            self._spare = grad.detach()
-
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Memory for a gradient of `weight`, contents undefined; it leaves the workspace."""
-        spare, self._spare = self._spare, None
-        if (
-            spare is not None
-            and spare.shape == weight.shape
-            and spare.dtype == weight.dtype
-            and spare.device == weight.device
-        ):
-            return spare
-        return torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-    def scratch(
-        self, name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A contiguous [rows, columns] tensor, contents undefined, valid until `name` is asked
-        for again."""
-        rows, columns = shape
-        flat = self._scratch.get((name, dtype, device))
-        if flat is None or flat.numel() < rows * columns:
-            flat = torch.empty(rows * columns, dtype=dtype, device=device)
-            self._scratch[name, dtype, device] = flat
-        return flat[: rows * columns].view(rows, columns)
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -157,14 +106,13 @@ def linear_cross_entropy(
     hidden [T, H] in the compute dtype, weight [V, H] float32 master, targets [T] int64: the entry
     that each position predicts, exactly as given (nothing is shifted here), or `IGNORED`.
 
-    Gradients flow into `hidden` and `weight` from `objective` only. The weight's is dense; to tie
-    the input embedding to it without a second dense [V, H] gradient, look up with
-    `F.embedding(ids, weight, sparse=True)`: autograd adds the rows into this one in place.
+    Gradients flow into `hidden` and `weight` from `objective` only; how that of the weight is kept
+    is the workspace's matter.
 
     Raises:
-        ValueError: shapes do not fit, or a target is neither in [0, V) nor `IGNORED`.
+        ValueError: shapes or dtypes do not fit, or a target is neither in [0, V) nor `IGNORED`.
     """
-    _check(hidden, weight, targets)
+    _check(hidden, weight, targets, precision)
     sums: tuple[Tensor, Tensor, Tensor, Tensor, int] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, settings, precision, workspace or Workspace()
     )
@@ -188,7 +136,7 @@ def linear_nll(
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    _check(hidden, weight, targets)
+    _check(hidden, weight, targets, precision)
     kept = _scored(targets)
     plain = LossSettings(settings.block_vocab, settings.chunk_tokens)
     run = _Tiles(hidden, weight, targets, kept, plain, precision, workspace or Workspace())
@@ -287,6 +235,11 @@ class _Tiles:
         self.rounds = precision.compute != torch.float32
         self.targets = targets if kept is None else targets.index_select(0, kept)
         self.tokens = len(self.targets)
+        self.direct = (
+            workspace.direct
+            and weight.is_leaf
+            and (weight.grad is None or weight.grad.layout == torch.strided)
+        )
         scored = hidden if kept is None else hidden.index_select(0, kept)
         self.hidden = self._operand(scored, "hidden")
         size, entries = settings.tile_tokens, len(weight)
@@ -376,12 +329,15 @@ class _Tiles:
             result = hidden_grad.to(self.all_hidden.dtype)
             if self.kept is not None:
                 result = torch.zeros_like(self.all_hidden).index_copy_(0, self.kept, result)
-        return result, None if adds else weight_grad
+        if self.direct and weight_grad is not None:
+            self.weight.grad = weight_grad
+            weight_grad = None
+        return result, weight_grad
 
     def _weight_gradient(self) -> tuple[Tensor, bool]:
         """Where the head's gradient goes, and whether it adds to what is there already."""
-        grad = self.weight.grad if self.workspace.accumulate and self.weight.is_leaf else None
-        if grad is not None and grad.layout == torch.strided:
+        grad = self.weight.grad if self.direct else None
+        if grad is not None:
             return grad, True
         return self.workspace.gradient(self.weight), False
 
@@ -468,8 +424,13 @@ def _scored(targets: Tensor) -> Tensor | None:
     return None if bool(scored.all()) else scored.nonzero().squeeze(1)
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """Raise ValueError for shapes that do not fit and targets outside the vocabulary."""
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, precision: Precision) -> None:
+    """Raise ValueError for what does not fit together, and for targets outside the vocabulary."""
+    if hidden.dtype != precision.compute or weight.dtype != torch.float32:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, "
+            f"must be {precision.compute} and torch.float32"
+        )
     fits = (
         hidden.ndim == weight.ndim == 2
         and targets.ndim == 1

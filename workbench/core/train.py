@@ -75,13 +75,8 @@ def train(
     model, optimizer = state.model, state.optimizer
     forward = forward or model
     device = model.head_weight.device
-    settings = LossSettings(
-        block_vocab=training.loss_block_vocab,
-        chunk_tokens=training.loss_chunk_tokens,
-        label_smoothing=training.label_smoothing,
-        z_loss=training.z_loss,
-    )
-    workspace = Workspace()
+    settings = loss_settings(spec)
+    workspace = Workspace(accumulate=True)
 
     while state.step < training.steps:
         began = clock()
@@ -101,19 +96,19 @@ def train(
                 model.head_weight,
                 batch[:, 1:].flatten(),
                 settings,
-                precision=model.precision,
-                scale=1.0 / scored,
-                workspace=workspace,
+                model.precision,
+                workspace,
             )
-            loss.objective.backward()
-            sums += loss.sums()
+            (loss.objective / scored).backward()
+            sums += [float(loss.nll), float(loss.objective), float(loss.smoothing), float(loss.z)]
         nll, objective, smoothing, z_loss = sums / scored
 
         norm = clip_gradients(model, training.max_grad_norm)
         if not (math.isfinite(objective) and math.isfinite(norm)):
             raise not_finite(model, step, float(objective), norm)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        workspace.reclaim(model.head_weight)
+        optimizer.zero_grad()
         synchronize(device)
 
         state.step = step
@@ -131,6 +126,17 @@ def train(
             grad_norm=norm,
             seconds=clock() - began,
         )
+
+
+def loss_settings(spec: RunSpec) -> LossSettings:
+    """What the spec asks of the loss."""
+    training = spec.training
+    return LossSettings(
+        block_vocab=training.loss_block_vocab,
+        chunk_tokens=training.loss_chunk_tokens,
+        label_smoothing=training.label_smoothing,
+        z_loss=training.z_loss,
+    )
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

@@ -220,11 +220,16 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def write_record(record: RunRecord, folder: Path) -> None:
-    """Writes `run_config.json` whole or not at all."""
+def document_of(record: RunRecord) -> dict[str, Any]:
+    """The record as `run_config.json` holds it."""
     document = record.model_dump(mode="json")
     document["model_config"] = document.pop("model_config_")
-    write_json(folder / "run_config.json", document)
+    return document
+
+
+def write_record(record: RunRecord, folder: Path) -> None:
+    """Writes `run_config.json` whole or not at all."""
+    write_json(folder / "run_config.json", document_of(record))
 
 
 def read_record(folder: Path) -> RunRecord:

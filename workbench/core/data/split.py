@@ -75,7 +75,7 @@ def split_corpus(encoded: EncodedCorpus, tokenizer: Tokenizer, ratio: float) -> 
 
     `held_out` has each text once (`held_out_dropped` counts the copies left out); training keeps
     copies, as they are part of the text. `train_split` is a set of whole training documents, each
-    text once, first in hash order, with about as many bytes as `held_out` (bytes, so that every tokenizer
+    text once, first in hash order, with about as many bytes as `held_out` (bytes: every tokenizer
     gives the same set), or 5 % of the training text where nothing is held out.
 
     Raises:
