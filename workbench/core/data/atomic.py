@@ -86,10 +86,6 @@ def _host() -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+    import psutil
+
+    return bool(psutil.pid_exists(pid))

@@ -41,7 +41,7 @@ class WindowSource(Protocol):
         """The ids of a sequence [S + 1]."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TokenWindows:
     """Windows over a token array: S + 1 ids each, a new one every S ids, the last part left out.
 

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -130,7 +131,7 @@ def _find_files(text_file: str | None) -> tuple[list[Path], int]:
         found = [(path.relative_to(named).as_posix(), path) for path in _walk(named)]
     elif glob.has_magic(str(named)):
         matches = [Path(match) for match in glob.glob(str(named), recursive=True)]  # noqa: PTH207
-        found = [(path.as_posix(), path) for path in matches if path.is_file()]
+        found = [(path.as_posix(), path) for path in matches if not path.is_dir()]
     else:
         raise DataError.at(place, "no such file or folder", text_file, ALLOWED)
     paths: list[Path] = []
@@ -173,20 +174,22 @@ class _Stamp:
 
 def _hash_file(path: Path) -> _Stamp:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe could wait for ever
+            raise DataError.at(str(path), "is not a regular file")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            stat = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise DataError.at(str(path), f"cannot be read: {error.strerror}") from error
-    return _Stamp(digest, stat.st_size, stat.st_mtime_ns)
+    return _Stamp(digest, status.st_size, status.st_mtime_ns)
 
 
 def _stat(path: Path) -> tuple[int, int] | None:
     try:
-        stat = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return stat.st_size, stat.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _key(kind: bytes, hashes: list[str]) -> str:

@@ -40,7 +40,7 @@ _ARRAYS = ("offsets", "byte_counts", "content_sha256", "split_sha256")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EncodedCorpus:
     """N documents as one array of ids; see the module's head for the layout."""
 

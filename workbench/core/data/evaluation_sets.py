@@ -26,7 +26,7 @@ PAD_MULTIPLE = 64  # batches are padded to a multiple of this, so that few shape
 Int64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvaluationSet:
     """Documents in hash order. `byte_counts` is None where the ids stand for no text."""
 

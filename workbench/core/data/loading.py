@@ -25,7 +25,7 @@ RANDOM_BLOCKS = 8  # of each evaluation set of random ids
 NO_TEXT = {"not_applicable": "random ids stand for no text"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """All that a run reads. `facts` are what a comparison needs to know of it."""
 

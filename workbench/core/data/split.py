@@ -31,9 +31,9 @@ Int64 = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint8]  # [N, 32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spans:
-    """M stretches of the encoded corpus, in order of their hash, none twice."""
+    """M stretches of the encoded corpus in order of their hash; no document twice."""
 
     unit: Unit
     ranges: Int64  # [M, 2], first id and the one past the last
@@ -53,7 +53,7 @@ class Spans:
         return Spans(self.unit, self.ranges[:count], self.byte_counts[:count], self.sha256[:count])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """The two sides of a corpus, as ranges of `tokens`.
 
@@ -205,7 +205,7 @@ def _block_spans(tokens: Ids, start: int, end: int, tokenizer: Tokenizer) -> Spa
     sums = [_text_bytes(tokens[a:b], tokenizer) for a, b in ranges]
     hashes = b"".join(_ids_sha256(tokens[a:b]) for a, b in ranges)
     table = np.frombuffer(hashes, np.uint8).reshape(-1, 32)
-    order = _in_hash_order(table, np.arange(len(ranges)))
+    order = np.argsort(_as_keys(table), kind="stable")  # equal blocks stay: all of it is scored
     return Spans("block of 1024 tokens", ranges[order], np.array(sums)[order], table[order])
 
 
@@ -231,9 +231,12 @@ def _first_of_each(hashes: Hashes) -> Int64:
     """The first index of each hash, in order of the hashes."""
     if not len(hashes):
         return np.zeros(0, np.int64)
-    # 32 bytes as one string: numpy sorts and compares those like the bytes
-    keys = np.ascontiguousarray(hashes).view("S32").ravel()
-    return np.unique(keys, return_index=True)[1].astype(np.int64)
+    return np.unique(_as_keys(hashes), return_index=True)[1].astype(np.int64)
+
+
+def _as_keys(hashes: Hashes) -> npt.NDArray[np.bytes_]:
+    """Each row as one string of 32 bytes [N]: numpy sorts and compares those like the bytes."""
+    return np.ascontiguousarray(hashes).view("S32").ravel()
 
 
 def _distinct(hashes: Hashes) -> int:

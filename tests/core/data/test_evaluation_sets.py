@@ -1,0 +1,171 @@
+"""Scoring windows: every token once, in the stated context, no padding, whatever the batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.core.data.encoded import EncodedCorpus
+from workbench.core.data.evaluation_sets import (
+    IGNORED,
+    EvaluationSet,
+    from_spans,
+    scoring_batches,
+    scoring_windows,
+)
+from workbench.core.data.split import split_corpus
+from workbench.core.data.tokenizer import Tokenizer
+
+EOD = 99
+
+
+def set_of(*documents: list[int], eod: int = EOD) -> EvaluationSet:
+    arrays = [np.array(ids, np.uint16) for ids in documents]
+    hashes = b"".join(hashlib.sha256(a.tobytes()).digest() for a in arrays)
+    table = np.frombuffer(hashes, np.uint8).reshape(-1, 32)
+    counts = np.array([len(ids) for ids in documents])
+    return EvaluationSet("held_out", "document", eod, arrays, counts, table)
+
+
+def oracle(previous: int, target: int) -> float:
+    """A made-up score that tells every pair of ids from the others."""
+    return float(np.log1p(1 + 1000 * previous + target))
+
+
+def total(evaluation_set: EvaluationSet, seq_len: int, batch_size: int) -> tuple[float, int]:
+    score, count = 0.0, 0
+    for batch in scoring_batches(evaluation_set, seq_len, batch_size):
+        for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
+            for previous, target in zip(inputs.tolist(), targets.tolist(), strict=True):
+                if target != IGNORED:
+                    score += oracle(previous, target)
+                    count += 1
+    return score, count
+
+
+def test_windows_by_hand() -> None:
+    got = list(scoring_windows(set_of([1, 2, 3, 4, 5], [6], [7, 8]), 2))
+    assert [(d, i.tolist(), t.tolist()) for d, i, t in got] == [
+        (0, [EOD, 1], [1, 2]),
+        (0, [2, 3], [3, 4]),
+        (0, [4], [5]),
+        (1, [EOD], [6]),
+        (2, [EOD, 7], [7, 8]),
+    ]
+
+
+def test_batch_by_hand() -> None:
+    (batch,) = scoring_batches(set_of([6], [1, 2, 3]), seq_len=4, batch_size=4)
+    assert batch.documents.tolist() == [1, 0]
+    assert batch.inputs.tolist() == [[EOD, 1, 2, EOD], [EOD, EOD, EOD, EOD]]
+    assert batch.targets.tolist() == [[1, 2, 3, -100], [6, -100, -100, -100]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    seq_len=st.integers(1, 17),
+    batch_size=st.integers(1, 6),
+)
+def test_every_token_is_scored_once_after_its_predecessor(
+    lengths: list[int], seq_len: int, batch_size: int
+) -> None:
+    documents = [[(7 * d + i) % 90 for i in range(n)] for d, n in enumerate(lengths)]
+    one = set_of(*documents)
+    expected = sorted(
+        (d, previous, target)
+        for d, ids in enumerate(documents)
+        for previous, target in pairwise([EOD, *ids])
+    )
+    by_window = sorted(
+        (w.document, p, t)
+        for w in scoring_windows(one, seq_len)
+        for p, t in zip(w.inputs.tolist(), w.targets.tolist(), strict=True)
+    )
+    by_batch = sorted(
+        (d, p, t)
+        for b in scoring_batches(one, seq_len, batch_size)
+        for d, inputs, targets in zip(b.documents.tolist(), b.inputs, b.targets, strict=True)
+        for p, t in zip(inputs.tolist(), targets.tolist(), strict=True)
+        if t != IGNORED
+    )
+    assert by_window == by_batch == expected
+    assert one.scored_tokens == sum(lengths)
+
+
+@pytest.mark.parametrize("eod", [0, 99])
+def test_separate_scores_add_up_to_the_joint_one(eod: int) -> None:
+    short, long = list(range(1, 6)), list(range(1, 31))
+    joint = total(set_of(short, long, eod=eod), 16, 2)
+    alone = [total(set_of(ids, eod=eod), 16, 1) for ids in (short, long)]
+    assert joint[1] == alone[0][1] + alone[1][1] == 35
+    assert joint[0] == pytest.approx(alone[0][0] + alone[1][0], rel=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7])
+def test_batch_size_changes_nothing(batch_size: int) -> None:
+    rng = np.random.default_rng(0)
+    one = set_of(*[rng.integers(0, 90, n).tolist() for n in (1, 5, 40, 33, 16, 17, 2)])
+    reference = total(one, 16, 2)
+    got = total(one, 16, batch_size)
+    assert got[1] == reference[1] == 114
+    assert got[0] == pytest.approx(reference[0], rel=1e-12)
+
+
+def test_rows_are_as_wide_as_needed() -> None:
+    rng = np.random.default_rng(0)
+    one = set_of(*[rng.integers(0, 90, n).tolist() for n in (100, 100, 3, 130, 1000)])
+    widths = [b.inputs.shape for b in scoring_batches(one, seq_len=130, batch_size=4)]
+    # eight windows of 130, then 100, 100, 90 and 3
+    assert widths == [(4, 130), (4, 130), (4, 128)]
+
+
+def test_end_of_document_ids_inside_a_block_are_context_only() -> None:
+    one = set_of([1, 2, EOD, 3])
+    (window,) = scoring_windows(one, 8)
+    assert window.inputs.tolist() == [EOD, 1, 2, EOD]
+    assert window.targets.tolist() == [1, 2, IGNORED, 3]
+    assert one.scored_tokens == 3
+
+
+def test_identity_is_documents_and_their_order() -> None:
+    first = set_of([1, 2], [3])
+    assert first.sha256 == set_of([1, 2], [3]).sha256
+    assert len({first.sha256, set_of([3], [1, 2]).sha256, set_of([1, 2]).sha256}) == 3
+    assert first.sha256 == hashlib.sha256(first.content_sha256.tobytes()).hexdigest()
+
+
+def test_documents_of_a_split_are_scored_as_their_text(
+    encode: Callable[..., EncodedCorpus],
+    words: Callable[..., list[str]],
+    byte_tokenizer: Tokenizer,
+) -> None:
+    split = split_corpus(encode(*words(100)), byte_tokenizer, 0.2)
+    one = from_spans("held_out", split.tokens, split.held_out, byte_tokenizer.eod_id)
+    parts: dict[int, list[int]] = {}
+    for window in scoring_windows(one, 9):
+        parts.setdefault(window.document, []).extend(window.targets.tolist())
+    texts = [byte_tokenizer.decode(ids) for ids in parts.values()]
+    assert texts == [byte_tokenizer.decode(ids) for ids in one.documents]
+    assert set(texts) <= set(words(100))
+    assert one.scored_tokens == one.scored_bytes == split.counts["held_out_tokens"]
+
+
+def test_a_tail_is_scored_whole_in_blocks(
+    encode: Callable[..., EncodedCorpus], byte_tokenizer: Tokenizer
+) -> None:
+    texts = [f"text {i} " * 700 for i in range(12)]
+    split = split_corpus(encode(*texts), byte_tokenizer, 0.15)
+    one = from_spans("held_out", split.tokens, split.held_out, byte_tokenizer.eod_id)
+    cut = int(split.train_segments[0, 1])
+    tail = split.tokens[cut:]
+    scored = [t for w in scoring_windows(one, 100) for t in w.targets.tolist() if t != IGNORED]
+    assert sorted(scored) == sorted(tail[tail != 256].tolist())
+    assert one.scored_tokens == one.scored_bytes == len(scored)
+    assert len(tail) - len(scored) >= 1  # an end-of-document id lies in this tail
