@@ -1,0 +1,304 @@
+"""The sentences of a judgement: why a rule came out as it did for this pair, and what to do.
+
+One table holds what each rule has to say; the values come from the leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.compare.rules import Judgement, Leaf, Ruling
+from workbench.spec.checklist import Claim
+
+
+@dataclass(frozen=True)
+class _Wording:
+    """What a difference under a rule means, and what makes the pair comparable.
+
+    `remedy` may use {a} and {b}, the names of the two sides.
+    """
+
+    means: str
+    remedy: str
+
+
+_WORDING: dict[str, _Wording] = {
+    "model": _Wording(
+        "the architectures differ, which is a result only where it is what is studied",
+        "declare it: --treatment model",
+    ),
+    "tokenizer": _Wording(
+        "nats per token of two tokenizers have no common unit",
+        "train both with one tokenizer, or ask for --claim bpb, which counts bytes",
+    ),
+    "data": _Wording(
+        "the models were not trained on the same tokens in the same order",
+        "train both on the same text, split and order",
+    ),
+    "budget": _Wording(
+        "a model that has had more training, or is further down its schedule, is ahead for that",
+        "train both to the same number of tokens under one schedule",
+    ),
+    "parameters": _Wording(
+        "part of the difference may be size alone",
+        "size {b} to the parameters of {a}; `wb run SPEC --dry-run` prints the count",
+    ),
+    "seeds": _Wording(
+        "the difference then holds the luck of two draws of weights and of order",
+        "train both with one seed; to study seeds, declare --treatment seed",
+    ),
+    "optimizer": _Wording(
+        "the two were optimised in another way",
+        "train both with the same optimizer settings",
+    ),
+    "precision": _Wording(
+        "the two computed with other arithmetic, which moves loss, speed and memory",
+        "train both in the same precision, on a machine that computes it in the same way",
+    ),
+    "hardware": _Wording(
+        "speed and memory belong to the machine and its libraries, and rounding may too",
+        "run both on the same machine with the same installed packages",
+    ),
+    "telemetry": _Wording(
+        "what is measured during training costs time and memory",
+        "run both with the same telemetry",
+    ),
+    "execution": _Wording(
+        "the two took other code paths, which changes speed and memory, and rounding",
+        "run both with the same execution settings",
+    ),
+    "evaluation": _Wording(
+        "the two numbers do not measure the same thing",
+        "evaluate both on the same documents in the same way",
+    ),
+    "interval": _Wording(
+        "throughput over other steps is another quantity",
+        "run both over the same steps",
+    ),
+    "code": _Wording(
+        "other sources may compute something else",
+        "run both from the same sources",
+    ),
+}
+
+_LABELS = {
+    "effective.budget.tokens": "tokens consumed",
+    "effective.budget.decay_tokens": "tokens at which the learning-rate decay ends",
+    "effective.budget.lr_trace": "learning rate of every update so far",
+    "effective.budget.finished": "finished",
+    "effective.data.order_digest": "digest of the windows consumed",
+    "effective.parameters.total": "total parameters",
+    "effective.optimizer.sequences_per_update": "sequences per update",
+    "effective.optimizer.warmup_steps": "warm-up steps",
+    "effective.code.package_sha256": "package sources (SHA-256)",
+}
+
+_BEST = (
+    "both stand for their best checkpoint, chosen by the numbers compared here, which makes both"
+    " look better than they are"
+)
+_FINISHED = "effective.budget.finished"
+_DECAY = "effective.budget.decay_tokens"
+_LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps", "training.seq_len")
+_FROM_LAYOUT = (
+    "effective.optimizer.sequences_per_update",
+    "effective.budget.tokens",
+    "effective.budget.lr_trace",
+    _DECAY,
+)
+_SHOWN = 3  # leaves named in one sentence; all are in the table
+
+
+def why(ruling: Ruling) -> str:
+    """One sentence: what this rule found in this pair."""
+    wording = _WORDING[ruling.rule]
+    text: str
+    if ruling.counted:
+        text = f"{_pairs(ruling.counted)}: {_meaning(ruling, wording)}"
+    elif ruling.outcome == "studied":
+        studied = [leaf for leaf in ruling.leaves if leaf.outcome == "studied"]
+        source = "inferred from the differences, not declared" if ruling.inferred else "declared"
+        text = f"{_pairs(studied)}: the treatment ({source})"
+        if "refuse" in ruling.effects.values() or ruling.allowed:
+            text += f"; still, {wording.means}"
+    elif ruling.outcome == "follows":
+        text = "; ".join(_follows(leaf) for leaf in ruling.leaves if leaf.outcome == "follows")
+    elif ruling.both_best:
+        text = _BEST
+    elif ruling.outcome == "not yet known":
+        text = "known only after a run"
+    else:
+        text = "the same in both"
+    if ruling.allowed:
+        text += f" (allowed: {ruling.allowed})"
+    return text
+
+
+def remedy(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> str | None:
+    """What would make this rule match; None where it is no obstacle."""
+    if not any(ruling.effects.values()):
+        return None
+    if ruling.both_best and not ruling.counted:
+        return "compare the last checkpoints: evaluation.select=last"
+    general = _WORDING[ruling.rule].remedy.format(a=names[0], b=names[1])
+    if ruling.rule == "model":
+        return general
+    counted = {leaf.path: leaf for leaf in ruling.counted}
+    if (leaf := counted.get(_FINISHED)) and leaf.outcome == "differs":
+        return "train both runs to their planned end"
+    settings = overrides([*ruling.counted, *_asked(ruling, judgement)])
+    if settings:
+        return f"{general}: {' '.join(settings)} in {names[1]}, as in {names[0]}"
+    if _DECAY in counted:
+        return (
+            f"{general}: choose training.steps so that both plan {show(counted[_DECAY].a)} tokens"
+        )
+    if any(leaf.outcome == "missing" for leaf in ruling.counted):
+        return f"run again what has no record of it; {general}"
+    return general
+
+
+def overrides(leaves: Iterable[Leaf]) -> list[str]:
+    """`key=value` words that give the second run the settings of the first."""
+    words = {}
+    for leaf in leaves:
+        if leaf.outcome == "differs" and not leaf.path.startswith("effective."):
+            words[leaf.path] = f"{leaf.path}={setting(leaf.a)}"
+    return list(words.values())
+
+
+def matching_overrides(judgement: Judgement, claims: Iterable[Claim]) -> list[str]:
+    """The overrides that remove every difference which counts for these claims.
+
+    Settings of the model are left alone: they are what a comparison is most often about.
+    """
+    claims = tuple(claims)
+    words: dict[str, None] = {}
+    for ruling in judgement.rules:
+        if ruling.over(claims) == "comparable" or ruling.rule in ("model", "parameters"):
+            continue
+        words |= dict.fromkeys(overrides([*ruling.counted, *_asked(ruling, judgement)]))
+    return list(words)
+
+
+def unmatched(judgement: Judgement, claims: Iterable[Claim]) -> list[Ruling]:
+    """The rules that refuse one of the claims and that no setting alone can make match."""
+    claims = tuple(claims)
+    rulings = []
+    for ruling in judgement.rules:
+        settable = all(
+            leaf.asked or not leaf.path.startswith("effective.") or _is_derived(leaf, judgement)
+            for leaf in ruling.counted
+            if leaf.outcome == "differs"
+        ) and not any(leaf.outcome == "missing" for leaf in ruling.counted)
+        if ruling.over(claims) == "refused" and not settable:
+            rulings.append(ruling)
+    return rulings
+
+
+def setting(value: Any) -> str:
+    """A value as a word of a command line that reads back as it."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return shlex.quote(text)
+
+
+def show(value: Any) -> str:
+    """A value for people: whole numbers grouped, hashes shortened, no secrets."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict) and set(value) == {"not_applicable"}:
+        return f"n/a: {value['not_applicable']}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        text = re.sub(r"//[^/@\s]*@", "//***@", value)  # user:password of an address
+        return text[:12] + "…" if re.fullmatch(r"[0-9a-f]{32,}", text) else text
+    return re.sub(r"//[^/@\s]*@", "//***@", json.dumps(value, sort_keys=True, default=str))
+
+
+def show_pair(a: Any, b: Any, width: int = 40) -> tuple[str, str]:
+    """Two values, each within `width` characters, cut so that a difference stays visible."""
+    shown = show(a), show(b)
+    if shown[0] == shown[1] and (isinstance(a, str | float) and isinstance(b, str | float)):
+        shown = repr(a), repr(b)
+    if max(map(len, shown)) <= width:
+        return shown
+    first = next(
+        (i for i, (x, y) in enumerate(zip(*shown, strict=False)) if x != y),
+        min(map(len, shown)),
+    )
+    start = 0 if first < width - 8 else first - width // 4
+    return _cut(shown[0], start, width), _cut(shown[1], start, width)
+
+
+def label(path: str) -> str:
+    """What a leaf is called in a sentence."""
+    return _LABELS.get(path, path.removeprefix("effective."))
+
+
+def _cut(text: str, start: int, width: int) -> str:
+    head = "…" if start else ""
+    rest = text[start:]
+    room = width - len(head)
+    return head + (rest if len(rest) <= room else rest[: room - 1] + "…")
+
+
+def _pairs(leaves: Iterable[Leaf]) -> str:
+    leaves = list(leaves)
+    parts = []
+    for leaf in leaves[:_SHOWN]:
+        if leaf.outcome == "missing":
+            parts.append(f"{label(leaf.path)} {_lacking(leaf)}")
+        else:
+            a, b = show_pair(leaf.a, leaf.b)
+            parts.append(f"{label(leaf.path)} {a} against {b}")
+    if len(leaves) > _SHOWN:
+        parts.append(f"{len(leaves) - _SHOWN} more")
+    return "; ".join(parts)
+
+
+def _lacking(leaf: Leaf) -> str:
+    if leaf.path == "effective.budget.tokens":
+        return "at a common evaluation point: there is none"
+    if leaf.a is None and leaf.b is None:
+        return "is not recorded in either"
+    lacking = "the first" if leaf.a is None else "the second"
+    return f"is not recorded in {lacking}"
+
+
+def _meaning(ruling: Ruling, wording: _Wording) -> str:
+    if all(leaf.outcome == "missing" for leaf in ruling.counted):
+        if ruling.counted[0].path == "effective.budget.tokens":
+            return "nothing can be compared at equal tokens"
+        return "what is not known cannot be taken as equal"
+    if any(leaf.path == _FINISHED for leaf in ruling.counted):
+        return "an unfinished run has not had its budget"
+    return wording.means
+
+
+def _follows(leaf: Leaf) -> str:
+    roots = [label(path) for path in leaf.follows[:_SHOWN]]
+    more = f" and {len(leaf.follows) - _SHOWN} more" if len(leaf.follows) > _SHOWN else ""
+    return f"{label(leaf.path)} follows {', '.join(roots)}{more}"
+
+
+def _asked(ruling: Ruling, judgement: Judgement) -> list[Leaf]:
+    """The requested settings that differ and became leaves which count here."""
+    names = {name for leaf in ruling.counted for name in leaf.asked}
+    return [leaf for leaf in judgement.asked if leaf.path in names]
+
+
+def _is_derived(leaf: Leaf, judgement: Judgement) -> bool:
+    """Whether a counted leaf comes from a layout that counts itself and is listed to be set."""
+    return leaf.path in _FROM_LAYOUT and any(
+        other.path in _LAYOUT for ruling in judgement.rules for other in ruling.counted
+    )
