@@ -1,0 +1,65 @@
+"""Parameters and floating-point work of a model, computed from its spec without building it.
+
+H hidden, V vocabulary, L layers, D head dim, E experts, K routes, S sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.spec.run import ModelSpec
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Trainable parameters; a tied matrix counts once.
+
+    `active` are those that one token uses (K of E experts), `embedding` those of the vocabulary
+    matrices (V*H tied, 2*V*H untied), `experts` those of all routed experts. All but `active` are
+    parts of `total` or it.
+    """
+
+    total: int
+    active: int
+    embedding: int
+    experts: int
+
+
+def count_parameters(spec: ModelSpec, vocab_size: int) -> ParameterCounts:
+    """The counts of the model that `spec` describes, over a vocabulary of `vocab_size`."""
+    hidden, layers = spec.hidden_size, spec.num_hidden_layers
+    query_width = spec.num_attention_heads * spec.head_dim
+    kv_width = spec.num_key_value_heads * spec.head_dim
+    attention = 2 * hidden * query_width + 2 * hidden * kv_width
+    if spec.qk_norm:
+        attention += 2 * spec.head_dim
+    norms = 2 * hidden
+
+    feed_forward, experts, unused = 3 * hidden * spec.intermediate_size, 0, 0
+    if spec.is_routed:
+        assert spec.num_experts
+        assert spec.top_k
+        experts = feed_forward
+        unused = experts // spec.num_experts * (spec.num_experts - spec.top_k)
+        if spec.shared_expert:
+            assert spec.shared_intermediate_size
+            feed_forward += 3 * hidden * spec.shared_intermediate_size
+        if spec.learn_shared_routed_gates:
+            feed_forward += 2
+
+    embedding = vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
+    total = embedding + layers * (attention + norms + feed_forward) + hidden
+    return ParameterCounts(total, total - layers * unused, embedding, layers * experts)
+
+
+def flops_per_token(spec: ModelSpec, vocab_size: int, seq_len: int) -> int:
+    """Floating-point operations of training on one token, forward and backward.
+
+    6 x active parameters + 6 x L x S x H (causal attention; Chowdhery et al. 2022, appendix B,
+    halved for the mask). The vocabulary counts once, tied or not: as the head, since looking up an
+    embedding is no arithmetic. Recomputation under gradient checkpointing is not counted.
+    """
+    active = count_parameters(spec, vocab_size).active
+    if not spec.tie_word_embeddings:
+        active -= vocab_size * spec.hidden_size
+    return 6 * active + 6 * spec.num_hidden_layers * seq_len * spec.hidden_size
