@@ -68,8 +68,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, S, H], ids [B, S], cos and sin [S, D/2] -> [B, S, H]."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        x = x + self.mlp(self.post_attention_layernorm(x), ids)
-        return x
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x), ids)
+        return y
 
 
 class Transformer(nn.Module):
