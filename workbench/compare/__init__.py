@@ -1,0 +1,28 @@
+"""Decides whether two runs may be compared, and reports what the comparison shows.
+
+from workbench.compare import compare_runs
+
+comparison = compare_runs("mlruns/runs/a", "mlruns/runs/b", treatment=["model"])
+comparison.verdict
+comparison.results.numbers["held_out/nll"].difference
+"""
+
+from workbench.compare.facts import facts_of_record, facts_of_spec
+from workbench.compare.pair import Check, Comparison, check_specs, compare_runs
+from workbench.compare.report import write_report
+from workbench.compare.rules import Judgement, judge
+from workbench.compare.terminal import render_check, render_terminal
+
+__all__ = [
+    "Check",
+    "Comparison",
+    "Judgement",
+    "check_specs",
+    "compare_runs",
+    "facts_of_record",
+    "facts_of_spec",
+    "judge",
+    "render_check",
+    "render_terminal",
+    "write_report",
+]

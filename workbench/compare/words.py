@@ -104,13 +104,6 @@ _BEST = (
 )
 _FINISHED = "effective.budget.finished"
 _DECAY = "effective.budget.decay_tokens"
-_LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps", "training.seq_len")
-_FROM_LAYOUT = (
-    "effective.optimizer.sequences_per_update",
-    "effective.budget.tokens",
-    "effective.budget.lr_trace",
-    _DECAY,
-)
 _SHOWN = 3  # leaves named in one sentence; all are in the table
 
 
@@ -184,21 +177,6 @@ def matching_overrides(judgement: Judgement, claims: Iterable[Claim]) -> list[st
             continue
         words |= dict.fromkeys(overrides([*ruling.counted, *_asked(ruling, judgement)]))
     return list(words)
-
-
-def unmatched(judgement: Judgement, claims: Iterable[Claim]) -> list[Ruling]:
-    """The rules that refuse one of the claims and that no setting alone can make match."""
-    claims = tuple(claims)
-    rulings = []
-    for ruling in judgement.rules:
-        settable = all(
-            leaf.asked or not leaf.path.startswith("effective.") or _is_derived(leaf, judgement)
-            for leaf in ruling.counted
-            if leaf.outcome == "differs"
-        ) and not any(leaf.outcome == "missing" for leaf in ruling.counted)
-        if ruling.over(claims) == "refused" and not settable:
-            rulings.append(ruling)
-    return rulings
 
 
 def setting(value: Any) -> str:
@@ -295,10 +273,3 @@ def _asked(ruling: Ruling, judgement: Judgement) -> list[Leaf]:
     """The requested settings that differ and became leaves which count here."""
     names = {name for leaf in ruling.counted for name in leaf.asked}
     return [leaf for leaf in judgement.asked if leaf.path in names]
-
-
-def _is_derived(leaf: Leaf, judgement: Judgement) -> bool:
-    """Whether a counted leaf comes from a layout that counts itself and is listed to be set."""
-    return leaf.path in _FROM_LAYOUT and any(
-        other.path in _LAYOUT for ruling in judgement.rules for other in ruling.counted
-    )

@@ -1,0 +1,51 @@
+"""How numbers are written in reports: as many digits as mean something."""
+
+from __future__ import annotations
+
+import math
+
+from workbench.compare.results import Number
+
+_COUNTS = ("parameters/total", "parameters/active", "tokens")
+
+
+def written(name: str, number: Number) -> tuple[str, str, str, str]:
+    """First value, second value, their difference, the interval over documents; `-` for none."""
+    digits = decimals(number)
+    values = [write(name, value, digits) for value in (number.a, number.b)]
+    difference = write(name, number.difference, digits, sign=True)
+    interval = "-"
+    if number.documents:
+        interval = write_interval(number.documents.interval, digits)
+    return values[0], values[1], difference, interval
+
+
+def write(name: str, value: float | None, digits: int = 4, *, sign: bool = False) -> str:
+    """One value of the number `name`."""
+    if value is None:
+        return "-"
+    plus = "+" if sign else ""
+    if not math.isfinite(value):
+        return str(value)
+    if name in _COUNTS:
+        return f"{round(value):{plus},}"
+    if name == "peak_memory_bytes":
+        return f"{value / 1e9:{plus}.2f} GB"
+    if name == "tokens_per_s":
+        return f"{value:{plus},.{0 if abs(value) >= 100 else 1}f}"
+    if name.endswith("/perplexity"):
+        return f"{value:{plus},.{2 if abs(value) < 1000 else 0}f}"
+    return f"{value:{plus}.{digits}f}"
+
+
+def write_interval(interval: tuple[float, float], digits: int = 4) -> str:
+    """An interval with its ends signed."""
+    return f"[{interval[0]:+.{digits}f}, {interval[1]:+.{digits}f}]"
+
+
+def decimals(number: Number) -> int:
+    """Decimals that show two digits of the interval's half width; four without an interval."""
+    if number.documents is None:
+        return 4
+    half = (number.documents.interval[1] - number.documents.interval[0]) / 2
+    return 4 if half <= 0 else min(6, max(3, 1 - math.floor(math.log10(half))))

@@ -1,0 +1,287 @@
+"""Compares two runs, or checks two specs: facts, judgement, and the numbers that it permits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from workbench.compare.facts import Facts, facts_of_record, facts_of_spec
+from workbench.compare.results import Results, RunData, results_of
+from workbench.compare.rules import Judgement, Ruling, Verdict, check_claims, judge
+from workbench.compare.words import remedy, why
+from workbench.errors import UserError
+from workbench.spec.checklist import CLAIMS, Claim
+from workbench.spec.run import RunSpec
+from workbench.track.journal import read_metrics
+from workbench.track.record import SCHEMA_VERSION, Point, RunRecord, Status, read_record, strict
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run of a comparison."""
+
+    name: str
+    folder: Path
+    record: RunRecord
+    status: Status
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict on two specs before any compute is spent."""
+
+    names: tuple[str, str]
+    paths: tuple[str, str]
+    judgement: Judgement
+    asked: tuple[Claim, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the claims asked for."""
+        return self.judgement.verdict(self.asked)
+
+    def exit_code(self, strict: bool = False) -> int:
+        """0 comparable or flagged, 1 flagged with `strict`, 3 refused."""
+        return _exit_code(self.verdict, strict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `wb check --json` prints; strict JSON."""
+        return _document(self.judgement, self.asked, self.names) | {"results": None, "report": None}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The verdict on two runs, and their numbers where the verdict permits any.
+
+    `at` is the token count compared, None when the runs have no evaluation point in common;
+    `common` are the token counts where both were evaluated.
+    """
+
+    a: Side
+    b: Side
+    judgement: Judgement
+    asked: tuple[Claim, ...]
+    facts: tuple[Facts, Facts]
+    at: int | None
+    at_given: bool
+    common: tuple[int, ...]
+    results: Results | None
+    metrics: tuple[Mapping[str, Sequence[float | None]], ...] = field(default=(), repr=False)
+    report: Path | None = None
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the two sides are called."""
+        return self.a.name, self.b.name
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the claims asked for."""
+        return self.judgement.verdict(self.asked)
+
+    @property
+    def only(self) -> tuple[list[int], list[int]]:
+        """Evaluation points (tokens) that one run has and the other has not."""
+        return tuple(  # type: ignore[return-value]
+            sorted({point.tokens for point in side.record.points} - {0, *self.common})
+            for side in (self.a, self.b)
+        )
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of what was compared and how; the report of another key is never replaced."""
+        what = {
+            "runs": [self.a.record.id, self.b.record.id],
+            "treatment": [] if self.judgement.inferred else sorted(self.judgement.treatment),
+            "allow": self.judgement.allow,
+            "at": self.at if self.at_given else None,
+            "claims": list(self.asked),
+        }
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+    def exit_code(self, strict: bool = False) -> int:
+        """0 comparable or flagged, 1 flagged with `strict`, 3 refused."""
+        return _exit_code(self.verdict, strict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `wb compare --json` prints; strict JSON."""
+        numbers = None
+        if self.results is not None:
+            numbers = {name: number.to_json() for name, number in self.results.numbers.items()}
+        document = _document(self.judgement, self.asked, self.names)
+        document |= {"at": self.at, "results": strict(numbers)}
+        return document | {"report": str(self.report) if self.report else None}
+
+
+def compare_runs(
+    a: Path | str,
+    b: Path | str,
+    *,
+    treatment: Sequence[str] = (),
+    allow: Mapping[str, str] | None = None,
+    claims: Iterable[str] = ("nll",),
+    at: int | None = None,
+    names: tuple[str, str] | None = None,
+    statuses: tuple[Status, Status] | None = None,
+) -> Comparison:
+    """Compares two finished runs.
+
+    Args:
+        a: the folder of the first run; differences are second minus first.
+        b: the folder of the second run.
+        treatment: what is meant to differ: spec fields or sections, `rule:X` for a whole rule.
+        allow: rule -> reason; turns a refusal by that rule into a flag.
+        claims: what the comparison is used for; these alone set the verdict.
+        at: the token count to compare at; by default the last where both were evaluated.
+        names: what to call the two; by default their run names.
+        statuses: their statuses now, where the caller knows better than the record (a run that
+            died still says RUNNING).
+
+    Raises:
+        UserError: a folder holds no run record, a run is compared with itself or still going, an
+            option names nothing, `at` is no common point, or the metrics are damaged.
+    """
+    asked = check_claims(claims)
+    folders = Path(a), Path(b)
+    records = [read_record(folder) for folder in folders]
+    given = statuses or (records[0].status, records[1].status)
+    labels = names or _distinct(records[0].name, records[1].name)
+    first, second = (
+        Side(name, folder, record.model_copy(update={"status": status}), status)
+        for name, folder, record, status in zip(labels, folders, records, given, strict=True)
+    )
+    _check_sides(first, second)
+
+    points = [_points(side.record) for side in (first, second)]
+    common = tuple(sorted(points[0].keys() & points[1].keys()))
+    if at is not None and at not in common:
+        allowed = ", ".join(map(str, common)) or "the runs have no evaluation point in common"
+        raise UserError.at("--at", "both runs must have been evaluated there", at, allowed)
+    tokens = at if at is not None else max(common, default=None)
+    facts = (
+        facts_of_record(first.record, points[0][tokens] if tokens else None),
+        facts_of_record(second.record, points[1][tokens] if tokens else None),
+    )
+    judgement = judge(*facts, treatment=treatment, allow=allow)
+
+    comparison = Comparison(
+        first, second, judgement, asked, facts, tokens, at is not None, common, None
+    )
+    # A pair that is refused for everything it was asked for has no numbers at all.
+    if tokens is not None and any(judgement.claims[claim] != "refused" for claim in asked):
+        metrics = tuple(read_metrics(folder / "metrics.csv") for folder in folders)
+        data = [
+            RunData(side.folder, side.record, columns)
+            for side, columns in zip((first, second), metrics, strict=True)
+        ]
+        results = results_of(data[0], data[1], tokens, refusing(judgement))
+        comparison = replace(comparison, results=results, metrics=metrics)
+    return comparison
+
+
+def check_specs(
+    a: RunSpec,
+    b: RunSpec,
+    foreseen_a: Mapping[str, Any],
+    foreseen_b: Mapping[str, Any],
+    *,
+    treatment: Sequence[str] = (),
+    allow: Mapping[str, str] | None = None,
+    claims: Iterable[str] = ("nll",),
+    paths: tuple[str, str] | None = None,
+) -> Check:
+    """Judges two specs by what can be known of them before a run.
+
+    Args:
+        foreseen_a: effective leaf -> the value that the first run would have.
+        foreseen_b: the same of the second.
+        paths: the files they were read from, for the commands that are suggested.
+
+    Raises:
+        UserError: an option names nothing.
+    """
+    asked = check_claims(claims)
+    facts = facts_of_spec(a, foreseen_a), facts_of_spec(b, foreseen_b)
+    judgement = judge(*facts, treatment=treatment, allow=allow, mode="specs")
+    return Check(_distinct(a.name, b.name), paths or (a.name, b.name), judgement, asked)
+
+
+def refusing(judgement: Judgement) -> dict[Claim, str]:
+    """The refused claims, each with the names of the rules that refuse it."""
+    return {
+        claim: ", ".join(r.rule for r in judgement.rules if r.effects[claim] == "refuse")
+        for claim in CLAIMS
+        if judgement.claims[claim] == "refused"
+    }
+
+
+def _document(
+    judgement: Judgement, asked: Sequence[Claim], names: tuple[str, str]
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "verdict": judgement.verdict(asked),
+        "claims": dict(judgement.claims),
+        "rules": [_ruling(ruling, judgement, names) for ruling in judgement.rules],
+        "ruleset": judgement.ruleset,
+        "treatment": {"names": list(judgement.treatment), "inferred": judgement.inferred},
+        "asked": list(asked),
+    }
+    if judgement.mode == "specs":
+        unknown = judgement.with_outcome("not yet known")
+        document["not_yet_known"] = [leaf.path for leaf in unknown]
+    return document
+
+
+def _ruling(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> dict[str, Any]:
+    leaves = [
+        {
+            "path": leaf.path,
+            "outcome": leaf.outcome,
+            "a": strict(leaf.a),
+            "b": strict(leaf.b),
+            "follows": list(leaf.follows),
+        }
+        for leaf in ruling.leaves
+    ]
+    return {
+        "rule": ruling.rule,
+        "outcome": ruling.outcome,
+        "effects": dict(ruling.effects),
+        "leaves": leaves,
+        "why": why(ruling),
+        "remedy": remedy(ruling, judgement, names),
+        "allowed": ruling.allowed,
+    }
+
+
+def _check_sides(a: Side, b: Side) -> None:
+    if a.record.id == b.record.id or a.folder.resolve() == b.folder.resolve():
+        raise UserError.at(str(b.folder), "this is the same run twice", b.record.id, "another run")
+    for side in (a, b):
+        version = side.record.schema_version
+        if version > SCHEMA_VERSION:
+            message = "this record was written by a newer version of workbench"
+            allowed = f"version {SCHEMA_VERSION} or older"
+            raise UserError.at(str(side.folder), message, version, allowed)
+        if side.status == "RUNNING":
+            message = "this run is still going"
+            raise UserError.at(str(side.folder), message, None, "a run that has ended")
+
+
+def _points(record: RunRecord) -> dict[int, Point]:
+    """Tokens -> point, without the start: before training there is nothing to compare."""
+    return {point.tokens: point for point in record.points if point.tokens > 0}
+
+
+def _distinct(a: str, b: str) -> tuple[str, str]:
+    return (a, b) if a != b else (f"{a} (first)", f"{b} (second)")
+
+
+def _exit_code(verdict: Verdict, strict: bool) -> int:
+    if verdict == "refused":
+        return 3
+    return 1 if strict and verdict == "flagged" else 0

@@ -1,0 +1,286 @@
+"""The sections of a report, each a piece of Markdown."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from workbench.compare.commands import matched_name, matched_run, options, run_words
+from workbench.compare.facts import Facts, spec_leaves, value_of
+from workbench.compare.markdown import block, code, table, text
+from workbench.compare.numbers import decimals, write, write_interval, written
+from workbench.compare.pair import Comparison, Side
+from workbench.compare.plots import score_of, series_of
+from workbench.compare.rules import Leaf, Ruling
+from workbench.compare.words import remedy, show, show_pair, why
+from workbench.spec.checklist import CLAIMS, RULES, tag_of
+
+# The leaf whose values stand for a rule that matches.
+_SHOWN = {
+    "model": "model.mlp_type",
+    "tokenizer": "effective.tokenizer.name",
+    "data": "effective.data.order_digest",
+    "budget": "effective.budget.tokens",
+    "parameters": "effective.parameters.total",
+    "seeds": "seed",
+    "optimizer": "optimizer.lr",
+    "precision": "effective.precision.compute_dtype",
+    "hardware": "effective.hardware.device_name",
+    "telemetry": "telemetry.log_steps",
+    "execution": "effective.execution.loss_backend",
+    "evaluation": "evaluation.sets",
+    "interval": "effective.interval.last_step",
+    "code": "effective.code.package_sha256",
+}
+
+
+def numbers(comparison: Comparison) -> str:
+    """Every number of both runs, and a list of what each is."""
+    assert comparison.results is not None
+    rows, notes = [], []
+    for name, number in comparison.results.numbers.items():
+        unit = "" if number.unit == "1" else f" ({number.unit})"
+        rows.append([name, *written(name, number)])
+        blank = f" Blank here: {number.blank}." if number.blank else ""
+        notes.append(f"- {code(name)}{unit}: {text(number.what)}.{text(blank)}")
+    head = ["number", "A", "B", "B - A", "95 % over documents"]
+    return "\n".join([table(head, rows, numbers=4), "", *notes])
+
+
+def evaluations(comparison: Comparison) -> str:
+    """The differences of every evaluation set side by side, at each common point."""
+    results = comparison.results
+    score = score_of(results)
+    if results is None or score is None:
+        return ""
+    curves = series_of(results, score)
+    points = sorted({at for series in curves.values() for at in series.tokens})
+    head = ["tokens"]
+    for name in curves:
+        head += [f"{name} B - A", "95 %"]
+    rows = []
+    for at in points:
+        row = [f"{at:,}"]
+        for name, series in curves.items():
+            if at not in series.tokens:
+                row += ["-", "-"]
+                continue
+            index = series.tokens.index(at)
+            digits = decimals(results.numbers[f"{name}/{score}"])
+            documents = series.documents[index]
+            row.append(write(f"{name}/{score}", series.difference[index], digits, sign=True))
+            row.append(write_interval(documents.interval, digits) if documents else "-")
+        rows.append(row)
+    unit = next(iter(curves.values())).unit
+    notes = [
+        f"Only {text(side.name)} was evaluated at {', '.join(f'{at:,}' for at in only)} tokens."
+        for side, only in zip((comparison.a, comparison.b), comparison.only, strict=True)
+        if only
+    ]
+    lines = [
+        f"Differences at each evaluation, in {unit}:",
+        "",
+        table(head, rows, numbers=len(head)),
+    ]
+    return "\n".join([*lines, *(["", " ".join(notes)] if notes else [])])
+
+
+def checklist(comparison: Comparison) -> str:
+    """Every rule with its outcome and two values; then every value that does not match."""
+    rows = []
+    for ruling in comparison.judgement.rules:
+        leaf = _representative(ruling)
+        path = leaf.path if leaf else _SHOWN[ruling.rule]
+        a, b = (value_of(facts, path)[1] for facts in comparison.facts)
+        shown = show_pair(a, b, 15)
+        rows.append([ruling.rule, ruling.outcome, _guards(ruling), _short(path), *shown])
+    head = ["rule", "outcome", "N B T M", "value", "A", "B"]
+    legend = (
+        "N, B, T, M: what a difference does to nll, bpb, throughput, memory"
+        " (r refuses, f flags; in capitals where it does so here)."
+    )
+    parts = [table(head, rows), legend]
+    leaves = [leaf for ruling in comparison.judgement.rules for leaf in ruling.leaves]
+    leaves = [leaf for leaf in leaves if leaf.outcome != "match"]
+    if leaves:
+        every = [
+            [leaf.rule, _short(leaf.path), leaf.outcome, *show_pair(leaf.a, leaf.b, 24)]
+            for leaf in leaves
+        ]
+        parts.append("Every value that does not match:")
+        parts.append(table(["rule", "value", "outcome", "A", "B"], every))
+        parts.append("\n".join(_sentences(comparison)))
+    return "\n\n".join(parts)
+
+
+def spec_difference(comparison: Comparison) -> str:
+    """The settings that differ, the treatment marked; the equal ones folded."""
+    judged = {leaf.path: leaf for rule in comparison.judgement.rules for leaf in rule.leaves}
+    a, b = comparison.facts
+    different, equal = [], []
+    leaves = dict.fromkeys([*spec_leaves(), *(leaf for leaf in (*a, *b) if _of_spec(leaf))])
+    for path in leaves:
+        (_, first), (_, second) = value_of(a, path), value_of(b, path)
+        if first == second:
+            equal.append([path, show(first)])
+        else:
+            pair = show_pair(first, second, 24)
+            different.append([path, *pair, _guard(path, judged.get(path), comparison)])
+    parts = ["No setting differs."]
+    if different:
+        parts = [table(["setting", "A", "B", "judged by"], different)]
+    parts += [
+        f"<details><summary>{len(equal)} settings are equal</summary>",
+        table(["setting", "both"], equal),
+        "</details>",
+    ]
+    return "\n\n".join(parts)
+
+
+def runs(comparison: Comparison) -> str:
+    """Who the two runs are: facts that are shown and not judged among them."""
+    first, second = comparison.a, comparison.b
+    described = [
+        _description(side, facts)
+        for side, facts in zip((first, second), comparison.facts, strict=True)
+    ]
+    rows = [[key, described[0][key], described[1][key]] for key in described[0]]
+    return table(["", "A", "B"], rows)
+
+
+def reproduce(comparison: Comparison) -> str:
+    """The commands from install to this report."""
+    lines = ["python3 -m venv .venv && . .venv/bin/activate"]
+    lines += ["pip install -c constraints.txt -e '.[sample]'"]
+    commits = {str(side.record.effective.code.git_commit) for side in _sides(comparison)}
+    if len(commits) == 1 and commits != {"None"}:
+        lines.insert(0, f"git checkout {commits.pop()}")
+    for side in _sides(comparison):
+        words = run_words(side.record)
+        lines.append(" ".join(["wb run", *map(_quote, words)]))
+    lines.append(_compare_command(comparison, comparison.b.record.name, with_allow=True))
+    specs = "What SPEC was is in the run's `run_config.json`, under `spec`."
+    unknown = any(run_words(side.record) == ["SPEC"] for side in _sides(comparison))
+    return block(lines) + (f"\n\n{specs}" if unknown else "")
+
+
+def remedies(comparison: Comparison) -> dict[str, str]:
+    """Rule -> what would make it match, for the rules that have an effect."""
+    found = {
+        ruling.rule: remedy(ruling, comparison.judgement, comparison.names)
+        for ruling in comparison.judgement.rules
+    }
+    return {rule: said for rule, said in found.items() if said}
+
+
+def matching_commands(comparison: Comparison) -> list[str]:
+    """The commands that make a refused pair comparable, as far as settings can."""
+    command = matched_run(comparison.b.record, comparison.judgement, comparison.asked)
+    record = comparison.b.record
+    name = matched_name(record) if command else record.name
+    return [*([command] if command else []), _compare_command(comparison, name, with_allow=False)]
+
+
+def _compare_command(comparison: Comparison, second: str, *, with_allow: bool) -> str:
+    judgement = comparison.judgement
+    treatment = [] if judgement.inferred and with_allow else list(judgement.treatment)
+    model_counts = any(leaf.path.startswith("model.") for leaf in judgement.ruling("model").counted)
+    if not with_allow and model_counts:
+        treatment.append("model")
+    allow = judgement.allow if with_allow else {}
+    at = comparison.at if comparison.at_given and with_allow else None
+    words = options(treatment, allow, comparison.asked, at)
+    return " ".join(["wb compare", _quote(comparison.a.record.name), _quote(second), *words])
+
+
+def _sentences(comparison: Comparison) -> list[str]:
+    said = remedies(comparison)
+    lines = []
+    for ruling in comparison.judgement.rules:
+        effective = any(ruling.effects.values())
+        if ruling.outcome == "match" and not effective:
+            continue
+        line = f"- **{ruling.rule}** {ruling.outcome}: {text(why(ruling))}."
+        if ruling.rule in said:
+            line += f" Remedy: {text(said[ruling.rule])}."
+        lines.append(line)
+    return lines
+
+
+def _representative(ruling: Ruling) -> Leaf | None:
+    first = [*ruling.counted, *ruling.leaves]
+    return first[0] if first else None
+
+
+def _guards(ruling: Ruling) -> str:
+    letters = []
+    for claim in CLAIMS:
+        acts = ruling.effects[claim]
+        effect = acts or RULES[ruling.rule].effects.get(claim)
+        letter = effect[0] if effect else "-"
+        letters.append(letter.upper() if acts else letter)
+    return " ".join(letters)
+
+
+def _guard(path: str, leaf: Leaf | None, comparison: Comparison) -> str:
+    tag = tag_of(path)
+    if tag.kind == "free":
+        return "never compared"
+    if tag.kind == "requested":
+        return f"{tag.rule}, by what it became"
+    if leaf is not None and leaf.outcome == "studied":
+        return f"{tag.rule} (the treatment)"
+    return f"{tag.rule}"
+
+
+def _description(side: Side, facts: Facts) -> dict[str, str]:
+    record = side.record
+    code_facts, hardware = record.effective.code, record.effective.hardware
+    dirty = {True: " (dirty)", False: "", None: " (state unknown)"}[code_facts.git_dirty]
+    commit = f"{code_facts.git_commit[:12]}{dirty}" if code_facts.git_commit else "-"
+    hours = _hours(record.started, record.ended)
+    libraries = record.provenance.get("versions")
+    shown: dict[str, Any] = {
+        "run": record.name,
+        "id": record.id,
+        "seed": facts.get("seed"),
+        "status": side.status,
+        "started": record.started,
+        "hours": "-" if hours is None else f"{hours:.2f}",
+        "commit": commit,
+        "sources": code_facts.package_sha256,
+        "version": code_facts.version,
+        "device": hardware.device_name,
+        "torch": hardware.torch,
+        "python": record.provenance.get("python"),
+        "packages": libraries,
+        "MLflow run": record.mlflow.get("run_id"),
+        "MLflow page": record.mlflow.get("url"),
+    }
+    return {key: show(value) for key, value in shown.items()}
+
+
+def _hours(started: str, ended: str | None) -> float | None:
+    try:
+        span = datetime.fromisoformat(ended or "") - datetime.fromisoformat(started)
+    except (ValueError, TypeError):
+        return None
+    return span.total_seconds() / 3600
+
+
+def _of_spec(path: str) -> bool:
+    return not path.startswith("effective.")
+
+
+def _short(path: str) -> str:
+    return path.removeprefix("effective.")
+
+
+def _sides(comparison: Comparison) -> tuple[Side, Side]:
+    return comparison.a, comparison.b
+
+
+def _quote(word: str) -> str:
+    from shlex import quote
+
+    return word if word == "SPEC" else quote(word)

@@ -1,0 +1,131 @@
+"""What a comparison says in words: its verdict, its one number, what that number leaves open."""
+
+from __future__ import annotations
+
+from workbench.compare.markdown import text
+from workbench.compare.numbers import written
+from workbench.compare.pair import Comparison, refusing
+from workbench.compare.results import BOOTSTRAP_SEED, Number
+from workbench.compare.rules import Judgement
+from workbench.compare.stats import DRAWS
+from workbench.spec.checklist import CLAIMS, Claim
+
+_MAIN: dict[Claim, tuple[str, ...]] = {
+    "nll": ("held_out/nll", "train_split/nll"),
+    "bpb": ("held_out/bits_per_byte", "train_split/bits_per_byte"),
+    "throughput": ("tokens_per_s",),
+    "memory": ("peak_memory_bytes",),
+}
+
+ONE_SEED = (
+    "One seed per arm says nothing about seed noise: another seed of the same two specs may turn"
+    " the sign, so no winner is named."
+)
+ONE_RUN = "One run per arm says nothing about the spread between runs, so no winner is named."
+
+
+def title(comparison: Comparison) -> str:
+    """The two names and the verdict on each claim asked for; a refusal in capitals."""
+    first, second = (text(name) for name in comparison.names)
+    verdicts: dict[str, list[str]] = {}
+    for claim in comparison.asked:
+        verdicts.setdefault(comparison.judgement.claims[claim], []).append(claim)
+    said = [
+        f"{verdict.upper() if verdict == 'refused' else verdict} for {', '.join(claims)}"
+        for verdict, claims in sorted(verdicts.items(), reverse=True)
+    ]
+    return f"{first} against {second}: {' · '.join(said)}"
+
+
+def verdicts_line(judgement: Judgement) -> str:
+    """Every claim with its verdict and the rules behind it."""
+    parts = []
+    for claim in CLAIMS:
+        verdict = judgement.claims[claim]
+        rules = ", ".join(
+            ruling.rule for ruling in judgement.rules if ruling.over([claim]) == verdict
+        )
+        parts.append(f"{claim} {verdict}" + ("" if verdict == "comparable" else f" ({rules})"))
+    return " · ".join(parts)
+
+
+def main_number(comparison: Comparison) -> tuple[str, Number] | None:
+    """The number that the first claim asked for is about, where it may be shown."""
+    if comparison.results is None:
+        return None
+    numbers = comparison.results.numbers
+    for claim in comparison.asked:
+        if claim in refusing(comparison.judgement):
+            continue
+        for name in _MAIN[claim]:
+            if name in numbers and numbers[name].difference is not None:
+                return name, numbers[name]
+    return None
+
+
+def number_sentence(comparison: Comparison) -> str:
+    """Both values and the difference, in one plain sentence."""
+    found = main_number(comparison)
+    if found is None:
+        return "The number asked for was not measured in both runs at this point."
+    name, number = found
+    a, b, difference, _ = written(name, number)
+    first, second = comparison.names
+    size = difference.lstrip("+-")
+    unit = "" if name == "peak_memory_bytes" else f" {number.unit}"
+    if difference.strip("+-0.,GB ") == "":
+        relation = f"equals that of {first} to the digits shown"
+    else:
+        way = "lower" if difference.startswith("-") else "higher"
+        relation = f"is {size}{unit} {way} than that of {first}"
+    return (
+        f"At {comparison.at:,} tokens the {name} of {second} {relation}"
+        f" ({b} against {a}; difference {difference})."
+    )
+
+
+def interval_sentence(comparison: Comparison) -> str:
+    """The interval over documents beside the number, or that there is none."""
+    found = main_number(comparison)
+    if found is None or found[1].claim not in ("nll", "bpb"):
+        return ""
+    name, number = found
+    if number.documents is None:
+        return "There is no interval over documents: their scores are not kept for both runs."
+    units = "documents"
+    interval = written(name, number)[3]
+    return f"95 % interval over {number.documents.n:,} {units}, these two runs alone: {interval}."
+
+
+def noise_sentence(comparison: Comparison) -> str:
+    """What one run per arm cannot say."""
+    found = main_number(comparison)
+    timed = found is not None and found[1].claim in ("throughput", "memory")
+    return ONE_RUN if timed else ONE_SEED
+
+
+def headline(comparison: Comparison) -> str:
+    """The opening paragraphs of a report."""
+    line = f"Verdicts: {text(verdicts_line(comparison.judgement))}"
+    if comparison.results is None:
+        return line
+    sentences = [
+        f"**{text(number_sentence(comparison))}**",
+        text(interval_sentence(comparison)),
+        f"**{text(noise_sentence(comparison))}**",
+    ]
+    return line + "\n\n" + " ".join(sentence for sentence in sentences if sentence)
+
+
+def statement(comparison: Comparison) -> str:
+    """How the intervals were made, and what they do not cover."""
+    numbers = comparison.results.numbers if comparison.results else {}
+    if not any(number.documents for number in numbers.values()):
+        return ""
+    return (
+        f"The intervals draw whole documents with replacement ({DRAWS:,} draws at the point"
+        " compared), both runs together, weighted by their tokens; the generator's seed is"
+        f" {BOOTSTRAP_SEED}. They say how far the difference depends on which documents were"
+        " drawn, for these two trained models. They do not cover the seed (initial weights and"
+        " order), other text, another budget, or how well either arm was tuned."
+    )
