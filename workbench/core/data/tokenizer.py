@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from workbench.core.data.errors import DataError
 
 Ids = npt.NDArray[np.integer]
 
+TASK_CHARACTERS = 1 << 16  # encoded by one thread at a time
 END_OF_DOCUMENT = "<|endoftext|>"
 FILE_PATTERN_OF = "o200k_base"  # how a rank file's text is cut before merging
 
@@ -63,9 +64,14 @@ class Tokenizer:
         Raises:
             DataError: a text that the tokenizer cannot take (runs of about a million blanks).
         """
-        # tiktoken releases the interpreter lock while it encodes
+
+        # tiktoken releases the interpreter lock while it encodes; short texts go in one task, since
+        # handing each of them to a thread costs more than encoding it
+        def encode_all(some: Sequence[str]) -> list[Ids]:
+            return [self._codec.encode(text) for text in some]
+
         with ThreadPoolExecutor(_cores()) as pool:
-            return list(pool.map(self._codec.encode, texts))
+            return [ids for part in pool.map(encode_all, _tasks(texts)) for ids in part]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Bytes that are not UTF-8 (a cut character) become U+FFFD.
@@ -185,6 +191,18 @@ def _content_sha256(ranks: dict[bytes, int], special: dict[str, int], pattern: s
         digest.update(b"special %d %s\n" % (rank, name.encode().hex().encode()))
     digest.update(b"pattern " + pattern.encode())
     return digest.hexdigest()
+
+
+def _tasks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """`texts` in consecutive parts of at least TASK_CHARACTERS, the last one aside."""
+    start = characters = 0
+    for end, text in enumerate(texts, 1):
+        characters += len(text)
+        if characters >= TASK_CHARACTERS:
+            yield texts[start:end]
+            start, characters = end, 0
+    if start < len(texts):
+        yield texts[start:]
 
 
 def _cores() -> int:
