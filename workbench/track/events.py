@@ -18,8 +18,8 @@ class Tracker(Protocol):
     def start(self, record: RunRecord, folder: Path) -> None:
         """The run begins; its record lies in `folder`."""
 
-    def log(self, step: int, values: Values) -> None:
-        """One row was measured and is in `metrics.csv`."""
+    def log(self, values: Values) -> None:
+        """One row (`step` among its values) was measured and is in `metrics.csv`."""
 
     def update(self, record: RunRecord) -> None:
         """The record in the folder has changed (facts became known)."""
@@ -37,7 +37,7 @@ class NullTracker:
     def start(self, record: RunRecord, folder: Path) -> None:
         """Does nothing."""
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Values) -> None:
         """Does nothing."""
 
     def update(self, record: RunRecord) -> None:
@@ -57,7 +57,7 @@ class MemoryTracker:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.records: list[RunRecord] = []
-        self.rows: list[tuple[int, dict[str, float | int | None]]] = []
+        self.rows: list[dict[str, float | int | None]] = []
         self.finished = False
         self.closed = False
 
@@ -66,9 +66,9 @@ class MemoryTracker:
         self.folder = folder
         self.records.append(record.model_copy(deep=True))
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Values) -> None:
         """Keeps a copy of the row."""
-        self.rows.append((step, dict(values)))
+        self.rows.append(dict(values))
 
     def update(self, record: RunRecord) -> None:
         """Keeps a copy of the record."""

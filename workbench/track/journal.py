@@ -176,8 +176,9 @@ class Tail:
         self._lines = 0
         self._names: list[str] = []
 
-    def rows(self) -> list[Row]:
-        """The complete rows since the last call; none while there is no file.
+    def rows(self, most_bytes: int = 4 << 20) -> list[Row]:
+        """The next complete rows, of at most so many bytes; none when all have been read, or
+        while there is no file.
 
         Raises:
             UserError: a complete line is not a row.
@@ -188,10 +189,12 @@ class Tail:
                 if file.seek(0, os.SEEK_END) < self._offset:
                     self._offset, self._lines = 0, 0  # it was trimmed: start again
                 file.seek(self._offset)
-                text = file.read()
+                text = file.read(most_bytes)
         except FileNotFoundError:
             return []
         complete = text[: text.rfind(b"\n") + 1]
+        if len(text) == most_bytes and not complete:
+            raise UserError.at(f"{self.path}:{self._lines + 1}", "not a row: too long")
         rows = []
         for line in complete.splitlines():
             self._lines += 1
@@ -238,8 +241,10 @@ def read_metrics(path: Path) -> dict[str, list[float | None]]:
         UserError: the file is missing, unreadable, or not a table of numbers with steps.
     """
     tail = Tail(path)
+    rows: list[Row] = []
     try:
-        rows = tail.rows()
+        while more := tail.rows():
+            rows += more
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError.at(str(path), f"unreadable: {reason}") from None

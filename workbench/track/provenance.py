@@ -127,10 +127,10 @@ def hardware_facts(device: torch.device) -> HardwareFacts:
     )
 
 
-def provenance() -> dict[str, Any]:
+def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """What else may explain a run one day: machine, versions, command. Not compared."""
     return {
-        "command": redact(shlex.join(sys.argv)),
+        "command": redact(shlex.join(sys.argv if command is None else command)),
         "host": socket.gethostname(),
         "user": _user(),
         "platform": platform.platform(),

@@ -88,7 +88,8 @@ class Store:
     @property
     def tracking_uri(self) -> str:
         """The address of this store for MLflow."""
-        return f"sqlite:///{self.database}"
+        # The seconds that a writer waits for another one; SQLite's own default gives up early.
+        return f"sqlite:///{self.database}?timeout=60"
 
     def path_of(self, name: str) -> Path:
         """The folder of the run called `name`, existing or not.

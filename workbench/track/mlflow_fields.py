@@ -1,0 +1,221 @@
+"""What a run looks like in MLflow: the names, parameters, tags and datasets of a run record.
+
+Pure translation; nothing here needs MLflow. Keys that MLflow would refuse are written so that the
+original can be read back from them, and values beyond its limits end in a mark with their hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import yaml
+
+from workbench.track.journal import TWINS, Row
+from workbench.track.provenance import redact
+from workbench.track.record import RunRecord
+
+# MLflow 3's limits, in characters.
+KEY_LIMIT = 250
+PARAM_LIMIT = 6000
+TAG_LIMIT = 8000
+_DIGEST_LIMIT = 36
+
+RUN_ID_TAG = "workbench.run_id"
+STATUS_TAG = "workbench.status"
+NAMES_TAG = "workbench.renamed"
+SPEC_FILE = "spec.yaml"
+
+# A row's tokens are the metric by which a server is asked what it has.
+ANCHOR = "tokens"
+_NOT_METRICS = {"step", "unix_time", *TWINS}
+
+_ODD = re.compile(r"[^A-Za-z0-9_./ -]")
+_ESCAPE = re.compile(r"_u((?:[0-9a-f]{2,6})?)_")
+
+
+@dataclass(frozen=True)
+class DatasetFields:
+    """One dataset input: its name, content hash, and what it is used for."""
+
+    name: str
+    digest: str
+    source: str
+    profile: str
+    context: str
+
+
+def safe_key(name: str) -> str:
+    """A key that MLflow accepts everywhere; `original_key` gives the name back.
+
+    A character it refuses becomes `_u<hex>_`, and so does the dot or slash that would make the key
+    a path of another form. Only what is longer than MLflow's limit cannot be read back: it is cut,
+    and ends in its hash.
+    """
+    # An underscore that would read as an escape is escaped itself.
+    key = _ESCAPE.sub(lambda match: _escape("_") + match.group()[1:], name)
+    key = _ODD.sub(lambda match: _escape(match.group()), key)
+    parts = key.split("/")
+    for index, part in enumerate(parts):
+        if part in (".", ".."):
+            parts[index] = _escape(".") + part[1:]
+        elif not part:
+            parts[index] = "_u_"  # an escape of nothing: an empty part is not a path
+    key = "/".join(parts)
+    if len(key) > KEY_LIMIT:
+        mark = "..." + _sha(name)[:16]
+        key = key[: KEY_LIMIT - len(mark)] + mark
+    return key
+
+
+def original_key(key: str) -> str:
+    """The name that `safe_key` made this key of."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else "", key)
+
+
+def renamed(names: list[str]) -> dict[str, str]:
+    """Those names that had to be written otherwise: key -> name."""
+    return {safe_key(name): name for name in names if safe_key(name) != name}
+
+
+def metrics_of(row: Row) -> dict[str, float]:
+    """The measured numbers of a row, by their names. Columns that only repeat one are left out."""
+    return {
+        safe_key(name): value
+        for name, value in row.items()
+        if value is not None and name not in _NOT_METRICS
+    }
+
+
+def params_of(record: RunRecord) -> dict[str, str]:
+    """Every leaf of the resolved spec: dotted path -> value as text."""
+    params = {}
+    for path, value in leaves(record.spec).items():
+        params[safe_key(path)] = _limited(redact(text_of(value)), PARAM_LIMIT, SPEC_FILE)
+    return params
+
+
+def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dict[str, str]:
+    """The user's tags, those that MLflow itself knows, and every effective fact."""
+    tracking = record.spec.get("tracking")
+    given = (tracking.get("tags") if isinstance(tracking, dict) else None) or {}
+    tags = {str(key): str(value) for key, value in given.items()}
+    effective = record.effective.model_dump(mode="json")
+    for section, facts in (("effective", effective), ("provenance", record.provenance)):
+        for path, value in leaves(facts).items():
+            if value is not None:
+                tags[f"{section}.{path}"] = text_of(value)
+    tags |= {
+        "mlflow.runName": record.name,
+        "mlflow.source.name": "workbench",
+        "mlflow.source.type": "LOCAL",
+        RUN_ID_TAG: record.id,
+        STATUS_TAG: status,
+        "workbench.spec_sha256": record.spec_sha256,
+    }
+    optional = {
+        "mlflow.source.git.commit": record.git_commit,
+        "mlflow.user": record.provenance.get("user"),
+        "workbench.error": record.error,
+        NAMES_TAG: json.dumps(odd_names, sort_keys=True) if odd_names else None,
+    }
+    tags |= {key: str(value) for key, value in optional.items() if value}
+    return {
+        safe_key(key): _limited(redact(value), TAG_LIMIT, "run_config.json")
+        for key, value in tags.items()
+    }
+
+
+def datasets_of(record: RunRecord) -> list[DatasetFields]:
+    """The training text and the evaluation sets whose content hash is known."""
+    data = record.effective.data
+    source = redact(data.source or str(record.spec.get("data", {}).get("dataset", "unknown")))
+    found = []
+    if isinstance(data.train_sha256, str):
+        counts = {
+            "documents": data.train_documents,
+            "tokens": data.train_tokens,
+            "bytes": data.train_bytes,
+            "sha256": data.train_sha256,
+        }
+        found.append(_dataset("train", data.train_sha256, source, counts, "training"))
+    for name, facts in record.effective.evaluation.items():
+        if isinstance(facts.sha256, str):
+            counts = {
+                "documents": facts.documents,
+                "tokens": facts.scored_tokens,
+                "bytes": facts.bytes,
+                "sha256": facts.sha256,
+            }
+            found.append(_dataset(name, facts.sha256, source, counts, "evaluation"))
+    return found
+
+
+def spec_yaml(record: RunRecord) -> str:
+    """The resolved spec as the file that would ask for the same run."""
+    return redact(yaml.safe_dump(record.spec, sort_keys=False, allow_unicode=True))
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> value. A fact that does not apply is a leaf; an empty mapping has none."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and set(value) != {"not_applicable"}:
+            found |= leaves(value, path + ".")
+        else:
+            found[path] = value
+    return found
+
+
+def text_of(value: Any) -> str:
+    """Text as it is, anything else as JSON; a fact that does not apply says why."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and set(value) == {"not_applicable"}:
+        return f"not applicable: {value['not_applicable']}"
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def milliseconds(moment: str | None) -> int | None:
+    """An ISO 8601 time as milliseconds since 1970; None where it is not one."""
+    try:
+        return round(datetime.fromisoformat(moment or "").timestamp() * 1000)
+    except ValueError:
+        return None
+
+
+def row_milliseconds(row: Row, record: RunRecord) -> int:
+    """When a row was written. A row sent twice has the same time twice, and adds nothing."""
+    written = row.get("unix_time")
+    if written is not None:
+        return round(written * 1000)
+    return (milliseconds(record.started) or 0) + int(row["step"] or 0)
+
+
+def _dataset(
+    name: str, sha256: str, source: str, counts: Mapping[str, Any], context: str
+) -> DatasetFields:
+    known = {key: value for key, value in counts.items() if isinstance(value, int | str)}
+    where = json.dumps({"description": source})
+    return DatasetFields(safe_key(name), sha256[:_DIGEST_LIMIT], where, json.dumps(known), context)
+
+
+def _limited(text: str, limit: int, whole: str) -> str:
+    if len(text) <= limit:
+        return text
+    mark = f"... [cut from {len(text)} characters, sha256 {_sha(text)[:16]}; whole in {whole}]"
+    return text[: limit - len(mark)] + mark
+
+
+def _escape(character: str) -> str:
+    return f"_u{ord(character):02x}_"
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

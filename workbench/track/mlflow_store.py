@@ -1,0 +1,356 @@
+"""Brings MLflow up to the state of a run folder: the only module that imports MLflow.
+
+The folder is the truth and MLflow is fed from it. `Feed.push` may be called at any time, from any
+process, as often as one likes: what has been sent is noted in `mlflow.json` beside the metrics,
+and where that note may be wrong (a new process, an error half way) the server is asked first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from workbench.track import mlflow_fields as fields
+from workbench.track.feeder import MlflowTracker, tracking_address
+from workbench.track.journal import Row, Tail
+from workbench.track.provenance import redact
+from workbench.track.record import RunRecord, read_record, write_json
+from workbench.track.store import METRICS, RECORD, Store, effective_status, storing
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+POSITION = "mlflow.json"
+_LOCK = ".mlflow.lock"
+_LOCK_SECONDS = 60.0
+_METRICS_PER_CALL = 1000
+_FIELDS_PER_CALL = 100
+
+# MLflow 3.17 opens an experiment in its view for language-model applications unless told.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+
+# Beside the record and the metrics, these files of a run folder are sent when it has ended.
+_ARTIFACTS = ("*.parquet", "*/*.parquet")
+
+
+class Position(BaseModel):
+    """What of a run is known to be in MLflow."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    last_step: int = -1
+    params: bool = False
+    tags_sha256: str | None = None
+    datasets: list[str] = []
+    artifacts: dict[str, str] = {}
+    status: str | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One experiment on one server or database."""
+
+    client: MlflowClient
+    experiment_id: str
+    uri: str  # without credentials
+
+
+def connect(uri: str | None, store: Store, experiment: str) -> Target:
+    """Opens the server or, where `uri` is None, the store's own database, made where missing.
+
+    Raises:
+        mlflow.exceptions.MlflowException and others: it cannot be reached or used.
+        StoreError: the store cannot be written.
+    """
+    # MLflow reads these when it is imported.
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    for name, value in (("REQUEST_TIMEOUT", "10"), ("REQUEST_MAX_RETRIES", "1")):
+        os.environ.setdefault(f"MLFLOW_HTTP_{name}", value)
+    from mlflow.tracking import MlflowClient
+
+    address = tracking_address(uri, store)
+    with database_lock(store) if address == store.tracking_uri else contextlib.nullcontext():
+        client = MlflowClient(address)
+        return Target(client, _experiment(client, address, store, experiment), redact(address))
+
+
+@contextlib.contextmanager
+def database_lock(store: Store) -> Iterator[None]:
+    """Held while the store's database may have to be created: one process does, others wait.
+
+    Raises:
+        StoreError: the store cannot be written.
+        TimeoutError: another process kept the lock for a minute.
+    """
+    with storing(store.home):
+        store.artifacts.mkdir(parents=True, exist_ok=True)
+    with exclusive(store.home / _LOCK):
+        yield
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """A lock on a file that the kernel drops with its process; waits a minute for it."""
+    with storing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path} is locked by another process") from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
+
+
+def read_position(folder: Path) -> Position | None:
+    """What was noted in the run folder; None where nothing (readable) was."""
+    try:
+        return Position.model_validate_json((folder / POSITION).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+class Feed:
+    """Feeds one run to one target. Use it from one thread."""
+
+    def __init__(self, folder: Path, target: Target) -> None:
+        self._folder = folder
+        self._target = target
+        self._tail = Tail(folder / METRICS)
+        self._position: Position | None = None
+        self._asked = False  # whether the server said what it has, since the last error
+        self._waiting: list[Row] = []
+
+    def push(self) -> Position:
+        """Sends what is missing. Returns the position then reached; an ended run is complete.
+
+        Raises:
+            mlflow.exceptions.MlflowException and others: the server did not take it; call again.
+            UserError: the record or the metrics of the run cannot be read.
+            TimeoutError: another process is feeding the same run.
+        """
+        with exclusive(self._folder / _LOCK):
+            try:
+                return self._push()
+            except BaseException:
+                self._asked = False
+                raise
+
+    def _push(self) -> Position:
+        record = read_record(self._folder)
+        status = effective_status(self._folder, record)
+        position = self._position = self._locate(record)
+        if not self._asked and not self._ask(position, status):
+            position = self._position = self._locate(record)
+            self._ask(position, status)
+        if not position.params:
+            self._send_params(position, fields.params_of(record))
+            position.params = True
+            self._note(position)
+        self._send_datasets(position, record)
+        self._send_rows(position, record)
+        odd = fields.renamed(self._tail.names)
+        self._send_tags(position, fields.tags_of(record, status, odd))
+        try:
+            self._send_artifacts(position, record, ended=status != "RUNNING")
+        finally:
+            # Artifacts that find no room must not leave a run that has ended as a running one.
+            if status not in ("RUNNING", position.status):
+                ended = fields.milliseconds(record.ended) or self._last_moment(record)
+                self._target.client.set_terminated(position.run_id, status, ended)
+                position.status = status
+                self._note(position)
+        return position
+
+    def _locate(self, record: RunRecord) -> Position:
+        """The MLflow run of this run: as noted, else as the server knows it, else a new one."""
+        known = self._position or read_position(self._folder)
+        target = self._target
+        if known and (known.uri, known.experiment_id) == (target.uri, target.experiment_id):
+            return known
+        # A process may have died between creating the run and noting so.
+        query = f"tags.`{fields.RUN_ID_TAG}` = '{record.id.replace(chr(39), '')}'"
+        found = target.client.search_runs([target.experiment_id], query, max_results=1)
+        if found:
+            run_id = found[0].info.run_id
+        else:
+            run = target.client.create_run(
+                target.experiment_id,
+                start_time=fields.milliseconds(record.started),
+                tags={fields.RUN_ID_TAG: record.id},
+                run_name=record.name,
+            )
+            run_id = run.info.run_id
+        position = Position(uri=target.uri, experiment_id=target.experiment_id, run_id=run_id)
+        self._note(position)
+        return position
+
+    def _ask(self, position: Position, status: str) -> bool:
+        """Asks the server how far it is, and opens its run again where ours goes on.
+
+        False: it does not know the run that was noted (its database was removed).
+        """
+        from mlflow.exceptions import MlflowException
+
+        client, run_id = self._target.client, position.run_id
+        try:
+            history = client.get_metric_history(run_id, fields.ANCHOR)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            self._position = None
+            (self._folder / POSITION).unlink(missing_ok=True)
+            return False
+        position.last_step = max((point.step for point in history), default=-1)
+        run = client.get_run(run_id)
+        if status == "RUNNING" and run.info.status != "RUNNING":
+            client.update_run(run_id, "RUNNING")
+            position.status = None
+        self._tail, self._waiting = Tail(self._folder / METRICS), []
+        self._asked = True
+        return True
+
+    def _send_params(self, position: Position, params: dict[str, str]) -> None:
+        """MLflow's parameters are written once: only those that are not there are sent."""
+        from mlflow.entities import Param
+
+        client, run_id = self._target.client, position.run_id
+        there = client.get_run(run_id).data.params
+        missing = [Param(key, value) for key, value in params.items() if key not in there]
+        for start in range(0, len(missing), _FIELDS_PER_CALL):
+            batch = missing[start : start + _FIELDS_PER_CALL]
+            client.log_batch(run_id, params=batch, synchronous=True)
+
+    def _send_tags(self, position: Position, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        digest = hashlib.sha256(repr(sorted(tags.items())).encode()).hexdigest()
+        if position.tags_sha256 == digest:
+            return
+        every = [RunTag(key, value) for key, value in tags.items()]
+        for start in range(0, len(every), _FIELDS_PER_CALL):
+            batch = every[start : start + _FIELDS_PER_CALL]
+            self._target.client.log_batch(position.run_id, tags=batch, synchronous=True)
+        position.tags_sha256 = digest
+        self._note(position)
+
+    def _send_datasets(self, position: Position, record: RunRecord) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs, sent = [], []
+        for one in fields.datasets_of(record):
+            if (mark := f"{one.name}:{one.digest}") not in position.datasets:
+                dataset = Dataset(one.name, one.digest, "local", one.source, profile=one.profile)
+                tags = [InputTag("mlflow.data.context", one.context)]
+                inputs.append(DatasetInput(dataset, tags))
+                sent.append(mark)
+        if inputs:
+            self._target.client.log_inputs(position.run_id, inputs)
+            position.datasets += sent
+            self._note(position)
+
+    def _send_rows(self, position: Position, record: RunRecord) -> None:
+        """Whole rows in each call, so that a step is there with all its metrics or not at all."""
+        while True:
+            self._waiting = self._waiting or self._tail.rows()
+            if not self._waiting:
+                return
+            self._waiting = [r for r in self._waiting if (r["step"] or 0) > position.last_step]
+            while self._waiting:
+                self._send_some_rows(position, record)
+
+    def _send_some_rows(self, position: Position, record: RunRecord) -> None:
+        from mlflow.entities import Metric
+
+        metrics: list[Metric] = []
+        count, step = 0, position.last_step
+        for row in self._waiting:
+            values = fields.metrics_of(row)
+            if metrics and len(metrics) + len(values) > _METRICS_PER_CALL:
+                break
+            step, moment = int(row["step"] or 0), fields.row_milliseconds(row, record)
+            metrics += [Metric(key, value, moment, step) for key, value in values.items()]
+            count += 1
+        self._target.client.log_batch(position.run_id, metrics=metrics, synchronous=True)
+        position.last_step = step
+        del self._waiting[:count]
+        self._note(position)
+
+    def _send_artifacts(self, position: Position, record: RunRecord, ended: bool) -> None:
+        """The resolved spec at once; the files of the run when it has ended."""
+        client, run_id = self._target.client, position.run_id
+        if fields.SPEC_FILE not in position.artifacts:
+            text = fields.spec_yaml(record)
+            client.log_text(run_id, text, fields.SPEC_FILE)
+            position.artifacts[fields.SPEC_FILE] = hashlib.sha256(text.encode()).hexdigest()
+            self._note(position)
+        for path in self._artifacts() if ended else ():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            name = path.relative_to(self._folder)
+            if position.artifacts.get(str(name)) != content:
+                parent = name.parent.as_posix() if name.parent.parts else None
+                client.log_artifact(run_id, str(path), parent)
+                position.artifacts[str(name)] = content
+                self._note(position)
+
+    def _artifacts(self) -> list[Path]:
+        paths = [self._folder / RECORD, self._folder / METRICS]
+        for pattern in _ARTIFACTS:
+            paths += sorted(self._folder.glob(pattern))
+        return [path for path in paths if path.is_file()]
+
+    def _last_moment(self, record: RunRecord) -> int:
+        """When a run that died was last seen: when its metrics last changed."""
+        metrics = self._folder / METRICS
+        if metrics.exists():
+            return round(metrics.stat().st_mtime * 1000)
+        return fields.milliseconds(record.started) or 0
+
+    def _note(self, position: Position) -> None:
+        write_json(self._folder / POSITION, position.model_dump())
+
+
+def _experiment(client: MlflowClient, address: str, store: Store, name: str) -> str:
+    """The id of the experiment of this name, created and marked where needed."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        # A server knows where its artifacts go. A database's default is a folder relative to the
+        # directory that happens to be the current one.
+        is_database = address.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql")
+        location = store.artifacts.as_uri() if is_database else None
+        try:
+            return str(client.create_experiment(name, location, tags=dict(EXPERIMENT_TAGS)))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        found = client.get_experiment_by_name(name)  # another process was faster
+        assert found is not None, f"experiment {name!r} exists and is not found"
+    tags: Mapping[str, Any] = found.tags
+    for key, value in EXPERIMENT_TAGS.items():
+        if key not in tags:
+            client.set_experiment_tag(found.experiment_id, key, value)
+    return str(found.experiment_id)
+
+
+__all__ = ["Feed", "MlflowTracker", "Position", "Target", "connect", "read_position"]
