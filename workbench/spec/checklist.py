@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Literal
 
 RULESET_VERSION = 1
@@ -252,6 +253,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
 )
 
 
+@cache
 def tag_of(leaf: str) -> Tag:
     """The tag of a leaf.
 
