@@ -165,6 +165,33 @@ def test_a_damaged_entry_is_built_again_with_a_warning(
     assert caplog.text == ""
 
 
+def test_a_short_file_is_seen_by_its_size_where_it_is_too_large_to_hash(
+    corpus_of: CorpusOf,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("workbench.core.data.encoded.FULL_CHECK_BYTES", 0)
+    encode_corpus(corpus_of(*TEXTS), byte_tokenizer, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    DAMAGE["a token short"](entry)
+    encoded = encode_corpus(corpus_of(*TEXTS), byte_tokenizer, tmp_path)
+    assert "tokens.bin has" in caplog.text
+    assert as_lists(encoded) == [list(text.encode()) for text in KEPT]
+
+
+def test_an_id_outside_the_vocabulary_is_not_stored(
+    corpus_of: CorpusOf, byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        byte_tokenizer, "encode_documents", lambda texts: [np.array([65_536 + 7]) for _ in texts]
+    )
+    with pytest.raises(ValueError, match="65,543 is outside the vocabulary of 257"):
+        encode_corpus(corpus_of(*TEXTS), byte_tokenizer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_entry_of_another_corpus_is_not_taken(
     corpus_of: CorpusOf, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -311,6 +338,20 @@ def test_a_file_is_written_whole_or_not_at_all(
         atomic.write_file(tmp_path / "f", b"new")
     assert (tmp_path / "f").read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_takes_its_name_by_renaming_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    atomic.write_file(tmp_path / "f", b"old")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        atomic.write_file(tmp_path / "f", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"f": b"old"}
 
 
 def test_normalising_by_hand() -> None:
