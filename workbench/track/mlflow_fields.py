@@ -35,7 +35,9 @@ SPEC_FILE = "spec.yaml"
 ANCHOR = "tokens"
 _NOT_METRICS = {"step", "unix_time", *TWINS}
 
-_ODD = re.compile(r"[^A-Za-z0-9_./ -]")
+# What MLflow refuses, and an underscore that would read as the beginning of an escape.
+_REFUSED = r"[^A-Za-z0-9_./ -]"
+_ODD = re.compile(rf"{_REFUSED}|_(?=u(?:[0-9a-f_]|{_REFUSED}))")
 _ESCAPE = re.compile(r"_u((?:[0-9a-f]{2,6})?)_")
 
 
@@ -57,12 +59,9 @@ def safe_key(name: str) -> str:
     a path of another form. Only what is longer than MLflow's limit cannot be read back: it is cut,
     and ends in its hash.
     """
-    # An underscore that would read as an escape is escaped itself.
-    key = _ESCAPE.sub(lambda match: _escape("_") + match.group()[1:], name)
-    key = _ODD.sub(lambda match: _escape(match.group()), key)
-    parts = key.split("/")
+    parts = _ODD.sub(lambda match: _escape(match.group()), name).split("/")
     for index, part in enumerate(parts):
-        if part in (".", ".."):
+        if part == "." or part.startswith(".."):
             parts[index] = _escape(".") + part[1:]
         elif not part:
             parts[index] = "_u_"  # an escape of nothing: an empty part is not a path

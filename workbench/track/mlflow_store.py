@@ -213,17 +213,18 @@ class Feed:
 
         client, run_id = self._target.client, position.run_id
         try:
-            history = client.get_metric_history(run_id, fields.ANCHOR)
+            run = client.get_run(run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             self._position = None
             (self._folder / POSITION).unlink(missing_ok=True)
             return False
+        history = client.get_metric_history(run_id, fields.ANCHOR)
         position.last_step = max((point.step for point in history), default=-1)
-        run = client.get_run(run_id)
-        if status == "RUNNING" and run.info.status != "RUNNING":
-            client.update_run(run_id, "RUNNING")
+        if status == "RUNNING":
+            if run.info.status != "RUNNING":
+                client.update_run(run_id, "RUNNING")
             position.status = None
         self._tail, self._waiting = Tail(self._folder / METRICS), []
         self._asked = True

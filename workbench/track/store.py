@@ -181,8 +181,8 @@ def read_entry(folder: Path) -> RunEntry:
     """A run folder as the listing shows it; never an error."""
     try:
         record = read_record(folder)
-    except UserError as error:
-        fault = error.faults[0].message
+    except (UserError, RecursionError, TypeError, ValueError) as error:
+        fault = error.faults[0].message if isinstance(error, UserError) else str(error)
         if not (folder / RECORD).exists():
             fault = "it is starting" if is_locked(folder) else "it ended before it had a record"
         return RunEntry(folder.name, folder, None, None, fault)

@@ -1,0 +1,298 @@
+"""MLflow holds what the run folder holds: everything once, whatever happened on the way."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import end_run, make_record, make_run, rows
+
+from workbench.track.journal import TWINS, read_metrics
+from workbench.track.mlflow_fields import params_of
+from workbench.track.mlflow_store import POSITION, Feed, connect, read_position
+from workbench.track.record import RunRecord
+from workbench.track.store import Store, release_run
+
+BIGGEST = sys.float_info.max  # what MLflow's SQL store makes of an infinity
+
+
+def points(target: Any, run_id: str) -> dict[str, list[tuple[int, float]]]:
+    """Every stored point of a run by metric, in the order of their steps."""
+    keys = target.client.get_run(run_id).data.metrics
+    return {
+        key: sorted((m.step, m.value) for m in target.client.get_metric_history(run_id, key))
+        for key in keys
+    }
+
+
+def assert_equal_to_file(target: Any, folder: Path) -> None:
+    """Every measured cell of metrics.csv is in MLflow, once, and nothing else is."""
+    position = read_position(folder)
+    assert position
+    table = read_metrics(folder / "metrics.csv")
+    expected = {}
+    for name in set(table) - {"step", "unix_time", *TWINS}:
+        cells = zip(table["step"], table[name], strict=True)
+        if found := [(step, value) for step, value in cells if value is not None]:
+            expected[name] = found
+    stored = points(target, position.run_id)
+    assert set(stored) == set(expected)
+    for name, wanted in expected.items():
+        assert len(stored[name]) == len(wanted), name
+        for (step, value), (want_step, want) in zip(stored[name], wanted, strict=True):
+            assert step == want_step
+            if math.isnan(want):
+                assert math.isnan(value)
+            else:
+                assert value == max(-BIGGEST, min(BIGGEST, want)), (name, step)
+
+
+def test_a_finished_run_reads_back_whole(
+    mlflow_store: Store, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_record(
+        "whole", tracking={"tags": {"odd: key": "v", "team": "a"}}, notes="n" * 7000
+    )
+    folder, _, journal = make_run(mlflow_store, "whole", 9, record)
+    scores = folder / "evaluations" / "step_00000008.parquet"
+    scores.parent.mkdir()
+    scores.write_bytes(b"scores")
+    journal.close()
+    end_run(folder, record)
+    monkeypatch.chdir(tmp_path)  # where one stands must not matter
+    position = Feed(folder, target).push()
+    assert_equal_to_file(target, folder)
+    run = target.client.get_run(position.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "whole"
+    assert run.info.start_time == 1767323045000
+    assert run.info.end_time == 1767326400000
+    assert run.data.params == params_of(record)
+    assert run.data.tags["workbench.run_id"] == record.id
+    assert run.data.tags["team"] == "a"
+    assert run.data.tags["odd_u3a_ key"] == "v"
+    inputs = {one.dataset.name: one for one in run.inputs.dataset_inputs}
+    assert {name: one.dataset.digest[0] for name, one in inputs.items()} == {
+        "train": "a",
+        "held_out": "b",
+        "train_split": "c",
+    }
+    assert inputs["train"].tags[0].value == "training"
+    assert not list(tmp_path.iterdir())
+    monkeypatch.chdir("/")
+    got = Path(target.client.download_artifacts(position.run_id, "", str(tmp_path)))
+    for name in ("run_config.json", "metrics.csv", "evaluations/step_00000008.parquet"):
+        assert (got / name).read_bytes() == (folder / name).read_bytes()
+    assert yaml.safe_load((got / "spec.yaml").read_text()) == record.spec
+    assert run.info.artifact_uri.startswith("file:///")
+
+
+def test_the_experiment_opens_as_model_training(mlflow_store: Store, target: Any) -> None:
+    found = target.client.get_experiment_by_name("workbench")
+    assert found.tags["mlflow.experimentKind"] == "custom_model_development"
+    plain = target.client.create_experiment("made elsewhere (old)/ä")
+    again = connect(None, mlflow_store, "made elsewhere (old)/ä")
+    assert again.experiment_id == plain
+    found = target.client.get_experiment(plain)
+    assert found.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+def test_the_status_of_the_end_arrives(mlflow_store: Store, target: Any, status: str) -> None:
+    folder, record, _ = make_run(mlflow_store, f"ends-{status}", 2)
+    feed = Feed(folder, target)
+    run_id = feed.push().run_id
+    assert target.client.get_run(run_id).info.status == "RUNNING"
+    record.error = "it broke"
+    end_run(folder, record, status)
+    feed.push()
+    run = target.client.get_run(run_id)
+    assert run.info.status == status
+    assert run.data.tags["workbench.status"] == status
+    assert run.data.tags["workbench.error"] == "it broke"
+
+
+def test_a_run_that_died_is_killed_and_one_that_goes_on_runs_again(
+    mlflow_store: Store, target: Any
+) -> None:
+    from workbench.track.store import lock_run
+
+    folder, _, journal = make_run(mlflow_store, "died", 3)
+    release_run(folder)
+    run_id = Feed(folder, target).push().run_id
+    run = target.client.get_run(run_id)
+    assert run.info.status == "KILLED"
+    assert run.info.end_time > 0
+    assert lock_run(folder)
+    journal.write(rows(1, first=3)[0])
+    assert Feed(folder, target).push().run_id == run_id
+    assert target.client.get_run(run_id).info.status == "RUNNING"
+    assert_equal_to_file(target, folder)
+
+
+def test_pushing_again_and_as_it_grows_adds_each_point_once(
+    mlflow_store: Store, target: Any
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "grows", 2)
+    feed = Feed(folder, target)
+    for first in (2, 5, 8):
+        feed.push()
+        feed.push()
+        for row in rows(3, first):
+            journal.write(row)
+    Feed(folder, target).push()  # another process
+    feed.push()
+    end_run(folder, record)
+    feed.push()
+    assert_equal_to_file(target, folder)
+
+
+def test_what_was_sent_but_not_noted_is_not_sent_twice(mlflow_store: Store, target: Any) -> None:
+    """The process dies between the server's answer and its note; also before its first note."""
+    folder, _, journal = make_run(mlflow_store, "unnoted", 3)
+    first = Feed(folder, target).push()
+    old = (folder / POSITION).read_bytes()
+    for row in rows(3, 3):
+        journal.write(row)
+    Feed(folder, target).push()
+    for note in (old, None, b"damaged"):
+        if note is None:
+            (folder / POSITION).unlink()
+        else:
+            (folder / POSITION).write_bytes(note)
+        assert Feed(folder, target).push().run_id == first.run_id
+        assert_equal_to_file(target, folder)
+
+
+def test_steps_that_are_run_again_after_a_crash_stay_one_point(
+    mlflow_store: Store, target: Any
+) -> None:
+    folder, _, _ = make_run(mlflow_store, "again", 9)
+    path = folder / "metrics.csv"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:7]))  # it died after step 5,
+    Feed(folder, target).push()
+    column = lines[0].decode().strip().split(",").index("unix_time")
+    replayed = []
+    for line in lines[4:]:  # went back to a checkpoint at step 2, and on from there, later
+        cells = line.decode().strip().split(",")
+        cells[column] = "2000000000.0"
+        replayed.append(",".join(cells).encode() + b"\n")
+    path.write_bytes(b"".join(lines[:4] + replayed))
+    (folder / POSITION).unlink()
+    Feed(folder, target).push()
+    steps = [step for step, _ in points(target, read_position(folder).run_id)["tokens"]]
+    assert steps == list(range(9))
+
+
+class Failing:
+    """A client whose nth write reaches the server, and whose answer is then lost."""
+
+    def __init__(self, client: Any, lose: int) -> None:
+        self._client, self._left = client, lose
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        if not name.startswith(("log_", "create_", "set_", "update_")):
+            return method
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._left -= 1
+            answer = method(*arguments, **named)
+            if self._left == 0:
+                raise ConnectionError("the answer is lost")
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize("lose", range(1, 12))
+def test_a_lost_answer_at_any_call_leaves_no_gap_and_no_double(
+    mlflow_store: Store, target: Any, lose: int
+) -> None:
+    folder, record, journal = make_run(mlflow_store, f"lost-{lose}", 5)
+    journal.close()
+    end_run(folder, record)
+    shaky = type(target)(Failing(target.client, lose), target.experiment_id, target.uri)
+    feed, failures = Feed(folder, shaky), 0
+    while True:
+        try:
+            run_id = feed.push().run_id
+            break
+        except ConnectionError:
+            failures += 1
+    assert failures == (1 if lose <= 9 else failures)
+    assert_equal_to_file(target, folder)
+    query = f"tags.`workbench.run_id` = '{record.id}'"
+    found = target.client.search_runs([target.experiment_id], query)
+    assert [run.info.run_id for run in found] == [run_id]
+    assert found[0].info.status == "FINISHED"
+    assert found[0].data.params == params_of(record)
+    assert len(found[0].inputs.dataset_inputs) == 3
+
+
+def test_many_rows_go_in_batches(mlflow_store: Store, target: Any) -> None:
+    folder, _, journal = make_run(mlflow_store, "many", 0)
+    for step in range(700):
+        journal.write({"step": step, "tokens": step, "train/nll": 1 / (step + 1), "lr": 0.1})
+    Feed(folder, target).push()
+    assert_equal_to_file(target, folder)
+
+
+def test_artifacts_that_find_no_room_do_not_keep_metrics_and_status_back(
+    mlflow_store: Store, target: Any
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "no-room", 3)
+    journal.close()
+    position = Feed(folder, target).push()
+    place = mlflow_store.artifacts / position.run_id / "artifacts"
+    (place / "spec.yaml").unlink()
+    place.rmdir()
+    place.write_text("in the way")
+    end_run(folder, record)
+    with pytest.raises(Exception, match="artifacts"):
+        Feed(folder, target).push()
+    assert_equal_to_file(target, folder)
+    assert target.client.get_run(position.run_id).info.status == "FINISHED"
+    place.unlink()
+    Feed(folder, target).push()
+    assert (place / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
+
+
+def test_a_run_whose_database_was_removed_is_sent_anew(mlflow_store: Store, target: Any) -> None:
+    folder, _, _ = make_run(mlflow_store, "lost-database", 3)
+    position = Feed(folder, target).push()
+    note = (folder / POSITION).read_text().replace(position.run_id, "0" * 32)
+    (folder / POSITION).write_text(note)
+    assert Feed(folder, target).push().run_id == position.run_id
+    assert_equal_to_file(target, folder)
+
+
+def test_a_record_that_cannot_be_read_is_an_error_not_a_run(
+    mlflow_store: Store, target: Any
+) -> None:
+    from workbench.errors import UserError
+
+    folder = mlflow_store.create_run("no-record")
+    with pytest.raises(UserError):
+        Feed(folder, target).push()
+    assert read_position(folder) is None
+
+
+def test_odd_metric_names_arrive_with_their_originals(mlflow_store: Store, target: Any) -> None:
+    from workbench.track.journal import Journal, columns
+    from workbench.track.record import write_record
+
+    record: RunRecord = make_record("odd")
+    folder = mlflow_store.create_run("odd")
+    write_record(record, folder)
+    journal = Journal(folder / "metrics.csv", columns(["wiki (en), v2 @100%", "../x"]))
+    journal.write({"step": 0, "tokens": 0, "wiki (en), v2 @100%/nll": 1.0, "../x/nll": 2.0})
+    run = target.client.get_run(Feed(folder, target).push().run_id)
+    names = yaml.safe_load(run.data.tags["workbench.renamed"])
+    stored = {names.get(key, key): value for key, value in run.data.metrics.items()}
+    assert stored == {"tokens": 0.0, "wiki (en), v2 @100%/nll": 1.0, "../x/nll": 2.0}
