@@ -12,16 +12,19 @@ _COUNTS = ("parameters/total", "parameters/active", "tokens")
 def written(name: str, number: Number) -> tuple[str, str, str, str]:
     """First value, second value, their difference, the interval over documents; `-` for none."""
     digits = decimals(number)
-    values = [write(name, value, digits) for value in (number.a, number.b)]
-    difference = write(name, number.difference, digits, sign=True)
+    size = max((abs(value) for value in (number.a, number.b) if value is not None), default=0.0)
+    values = [write(name, value, digits, size=size) for value in (number.a, number.b)]
+    difference = write(name, number.difference, digits, size=size, sign=True)
     interval = "-"
     if number.documents:
         interval = write_interval(number.documents.interval, digits)
     return values[0], values[1], difference, interval
 
 
-def write(name: str, value: float | None, digits: int = 4, *, sign: bool = False) -> str:
-    """One value of the number `name`."""
+def write(
+    name: str, value: float | None, digits: int = 4, *, size: float = 0.0, sign: bool = False
+) -> str:
+    """One value of the number `name`; `size` is that of the values it stands beside."""
     if value is None:
         return "-"
     plus = "+" if sign else ""
@@ -32,9 +35,9 @@ def write(name: str, value: float | None, digits: int = 4, *, sign: bool = False
     if name == "peak_memory_bytes":
         return f"{value / 1e9:{plus}.2f} GB"
     if name == "tokens_per_s":
-        return f"{value:{plus},.{0 if abs(value) >= 100 else 1}f}"
+        return f"{value:{plus},.{0 if size >= 100 else 2}f}"
     if name.endswith("/perplexity"):
-        return f"{value:{plus},.{2 if abs(value) < 1000 else 0}f}"
+        return f"{value:{plus},.{2 if size < 1000 else 0}f}"
     return f"{value:{plus}.{digits}f}"
 
 

@@ -19,8 +19,8 @@ DIFFERENCE, CURVES = "difference.png", "curves.png"
 # Blue and vermilion of Okabe and Ito's palette: distinct for every kind of colour vision, and of
 # unequal lightness.
 _STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#0072B2", "linestyle": "-", "marker": "o"},
-    {"color": "#D55E00", "linestyle": "--", "marker": "s"},
+    {"color": "#0072B2", "linestyle": "-", "marker": "o", "markersize": 4},
+    {"color": "#D55E00", "linestyle": "--", "marker": "s", "fillstyle": "none", "markersize": 7},
 )
 _GREY = "#666666"
 _AXES = {"nll": "NLL (nats/token)", "bits_per_byte": "bits per byte"}
@@ -69,8 +69,10 @@ def _difference(comparison: Comparison, results: Results, score: str) -> Any:
     ratios = [3.0] + [1.6] * (len(curves) - 1)
     figure = _figure(3.4 + 3.2 * len(curves), 3.8)
     grid = figure.add_gridspec(1, len(curves), width_ratios=ratios)
+    shared = None  # one scale, so that the sets can be compared by eye
     for column, (name, series) in enumerate(curves.items()):
-        axes = figure.add_subplot(grid[column])
+        axes = figure.add_subplot(grid[column], sharey=shared)
+        shared = shared or axes
         axes.axhline(0, color=_GREY, linewidth=1)
         known = [(at, d) for at, d in zip(series.tokens, series.documents, strict=True) if d]
         if known:
@@ -84,7 +86,7 @@ def _difference(comparison: Comparison, results: Results, score: str) -> Any:
                 label=f"95 % interval over {known[-1][1].n} documents, this seed",
             )
         axes.plot(series.tokens, series.difference, color="black", marker="o", markersize=4)
-        axes.set_title(_TITLES.get(name, name) if column else name, fontsize=9)
+        axes.set_title(_TITLES.get(name, name), fontsize=9)
         axes.set_xlabel("tokens trained on")
         if column == 0:
             axes.set_ylabel(f"difference of {_AXES[score]}")
@@ -110,7 +112,7 @@ def _curves(comparison: Comparison, results: Results, score: str) -> Any:
         shared = shared or axes
         for (tokens, values), style, label in zip(pair, _STYLES, comparison.names, strict=True):
             marks = {} if name != "train" else {"markevery": max(1, len(tokens) // 8)}
-            axes.plot(tokens, values, label=_short(label), markersize=4, **style, **marks)
+            axes.plot(tokens, values, label=_short(label), **style, **marks)
         axes.set_title(_TITLES.get(name, name), fontsize=9)
         axes.set_xlabel("tokens trained on")
         if column == 0:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,9 +37,6 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
     """
     first, second = (_safe(name) for name in comparison.names)
     folder = reports / f"{first}--{second}--{comparison.key[:8]}"
-    if folder.exists() and _key_of(folder) != comparison.key:
-        message = "this is not an earlier report of the same comparison, so it is left alone"
-        raise UserError.at(str(folder), message, None, "move it away")
     comparison = replace(comparison, report=folder)
     try:
         reports.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,8 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
             (new / "report.md").write_text(render_markdown(comparison, figures), encoding="utf-8")
             data = json.dumps(_data(comparison), indent=1, allow_nan=False)
             (new / DATA).write_text(data + "\n", encoding="utf-8")
-            _replace(folder, new, Path(temporary, "old"))
+            with _alone_in(reports):
+                _replace(folder, new, Path(temporary, "old"), comparison.key)
     except OSError as error:
         raise StoreError.at(str(folder), f"the report cannot be written: {error}") from None
     return comparison
@@ -148,17 +149,32 @@ def _key_of(folder: Path) -> str | None:
     return document.get("key") if isinstance(document, dict) else None
 
 
-def _replace(folder: Path, new: Path, old: Path) -> None:
-    """Puts the new folder in place; the old one comes back if that fails."""
+def _replace(folder: Path, new: Path, old: Path, key: str) -> None:
+    """Puts the new folder in place of one with the same key; that comes back if this fails."""
     if not folder.exists():
         new.rename(folder)
         return
+    if _key_of(folder) != key:
+        message = "this is not an earlier report of the same comparison, so it is left alone"
+        raise UserError.at(str(folder), message, None, "move it away")
     folder.rename(old)
     try:
         new.rename(folder)
     except OSError:
         old.rename(folder)
         raise
+
+
+@contextmanager
+def _alone_in(reports: Path) -> Iterator[None]:
+    """Holds a lock on the folder of reports, where its file system has locks."""
+    handle = os.open(reports, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _safe(name: str) -> str:

@@ -118,7 +118,9 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
             if claim in refused:
                 numbers[metric] = _blank(unit, claim, refused[claim], _what(name, a.record))
                 continue
-            series[metric] = _series(a, b, name, score, tokens)
+            # The bands of bits per byte are drawn only where those of NLL may not be.
+            bands = score == "nll" or "nll" in refused
+            series[metric] = _series(a, b, name, score, tokens, bands)
             numbers[metric] = _number(series[metric], tokens, claim, _what(name, a.record))
         if "nll" in refused:
             numbers[f"{name}/perplexity"] = _blank("1", "nll", refused["nll"], "exp of the NLL")
@@ -155,7 +157,9 @@ def document_sums(path: Path, name: str) -> dict[str, Floats] | None:
 
     columns = ["set", "document", "tokens", "bytes", "nll_sum"]
     try:
-        table = parquet.read_table(path, columns=columns).to_pydict()
+        # Not `read_table`, which imports pandas.
+        with parquet.ParquetFile(path) as file:
+            table = file.read(columns=columns).to_pydict()
     except Exception as error:  # pyarrow raises many kinds for a damaged file
         raise UserError.at(str(path), f"not a table of document scores: {error}") from None
     sums: dict[str, Floats] = {}
@@ -165,7 +169,7 @@ def document_sums(path: Path, name: str) -> dict[str, Floats] | None:
     return sums
 
 
-def _series(a: RunData, b: RunData, name: str, score: str, tokens: int) -> Series:
+def _series(a: RunData, b: RunData, name: str, score: str, tokens: int, bands: bool) -> Series:
     metric = f"{name}/{score}"
     first, second = (_evaluations(run.metrics, metric) for run in (a, b))
     series = Series(SCORES[score])
@@ -178,7 +182,8 @@ def _series(a: RunData, b: RunData, name: str, score: str, tokens: int) -> Serie
         series.b.append(value_b)
         paths = scores_path(a.folder, step_a), scores_path(b.folder, step_b)
         draws = DRAWS if at == tokens else BAND_DRAWS
-        series.documents.append(_documents(paths, name, score, draws, at))
+        wanted = bands or at == tokens
+        series.documents.append(_documents(paths, name, score, draws, at) if wanted else None)
     return series
 
 

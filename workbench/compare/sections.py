@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from workbench.compare.commands import matched_name, matched_run, options, run_words
-from workbench.compare.facts import Facts, spec_leaves, value_of
+from workbench.compare.facts import Facts, same, spec_leaves, value_of
 from workbench.compare.markdown import block, code, table, text
 from workbench.compare.numbers import decimals, write, write_interval, written
 from workbench.compare.pair import Comparison, Side
@@ -28,7 +28,7 @@ _SHOWN = {
     "hardware": "effective.hardware.device_name",
     "telemetry": "telemetry.log_steps",
     "execution": "effective.execution.loss_backend",
-    "evaluation": "evaluation.sets",
+    "evaluation": "effective.evaluation.held_out.sha256",
     "interval": "effective.interval.last_step",
     "code": "effective.code.package_sha256",
 }
@@ -104,7 +104,7 @@ def checklist(comparison: Comparison) -> str:
     leaves = [leaf for leaf in leaves if leaf.outcome != "match"]
     if leaves:
         every = [
-            [leaf.rule, _short(leaf.path), leaf.outcome, *show_pair(leaf.a, leaf.b, 24)]
+            [leaf.rule, _short(leaf.path), leaf.outcome, *show_pair(leaf.a, leaf.b, 17)]
             for leaf in leaves
         ]
         parts.append("Every value that does not match:")
@@ -121,7 +121,7 @@ def spec_difference(comparison: Comparison) -> str:
     leaves = dict.fromkeys([*spec_leaves(), *(leaf for leaf in (*a, *b) if _of_spec(leaf))])
     for path in leaves:
         (_, first), (_, second) = value_of(a, path), value_of(b, path)
-        if first == second:
+        if same(first, second):
             equal.append([path, show(first)])
         else:
             pair = show_pair(first, second, 24)
@@ -144,7 +144,8 @@ def runs(comparison: Comparison) -> str:
         _description(side, facts)
         for side, facts in zip((first, second), comparison.facts, strict=True)
     ]
-    rows = [[key, described[0][key], described[1][key]] for key in described[0]]
+    rows = [[key, *(one[key] for one in described)] for key in described[0]]
+    rows = [row for row in rows if row[1:] != ["-", "-"]]
     return table(["", "A", "B"], rows)
 
 

@@ -81,7 +81,7 @@ def _head(
     lines = [
         f"{said} for {', '.join(asked)}: {names[0]} against {names[1]}",
         f"treatment: {treatment} · ruleset {judgement.ruleset}",
-        verdicts_line(judgement),
+        *_wrap(verdicts_line(judgement)),
     ]
     return lines + [f"override of {rule}: {why}" for rule, why in judgement.allow.items()]
 

@@ -12,19 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.compare.facts import same
 from workbench.compare.rules import Judgement, Leaf, Ruling
 from workbench.spec.checklist import Claim
 
 
 @dataclass(frozen=True)
 class _Wording:
-    """What a difference under a rule means, and what makes the pair comparable.
+    """What a difference under a rule means, what makes a pair comparable, what else may be done.
 
     `remedy` may use {a} and {b}, the names of the two sides.
     """
 
     means: str
     remedy: str
+    instead: str = ""
 
 
 _WORDING: dict[str, _Wording] = {
@@ -34,7 +36,8 @@ _WORDING: dict[str, _Wording] = {
     ),
     "tokenizer": _Wording(
         "nats per token of two tokenizers have no common unit",
-        "train both with one tokenizer, or ask for --claim bpb, which counts bytes",
+        "train both with one tokenizer",
+        "ask for --claim bpb, which counts bytes",
     ),
     "data": _Wording(
         "the models were not trained on the same tokens in the same order",
@@ -50,7 +53,8 @@ _WORDING: dict[str, _Wording] = {
     ),
     "seeds": _Wording(
         "the difference then holds the luck of two draws of weights and of order",
-        "train both with one seed; to study seeds, declare --treatment seed",
+        "train both with one seed",
+        "declare --treatment seed, to study seeds",
     ),
     "optimizer": _Wording(
         "the two were optimised in another way",
@@ -120,16 +124,18 @@ def why(ruling: Ruling) -> str:
         if "refuse" in ruling.effects.values() or ruling.allowed:
             text += f"; still, {wording.means}"
     elif ruling.outcome == "follows":
-        text = "; ".join(_follows(leaf) for leaf in ruling.leaves if leaf.outcome == "follows")
+        text = ""
     elif ruling.both_best:
         text = _BEST
     elif ruling.outcome == "not yet known":
         text = "known only after a run"
     else:
         text = "the same in both"
-    if ruling.allowed:
-        text += f" (allowed: {ruling.allowed})"
-    return text
+    following = [_follows(leaf) for leaf in ruling.leaves if leaf.outcome == "follows"]
+    if len(following) > _SHOWN:
+        following[_SHOWN:] = [f"{len(following) - _SHOWN} more follow"]
+    text = "; ".join(part for part in (text, *following) if part)
+    return text + (f" (allowed: {ruling.allowed})" if ruling.allowed else "")
 
 
 def remedy(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> str | None:
@@ -146,14 +152,14 @@ def remedy(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> str 
         return "train both runs to their planned end"
     settings = overrides([*ruling.counted, *_asked(ruling, judgement)])
     if settings:
-        return f"{general}: {' '.join(settings)} in {names[1]}, as in {names[0]}"
-    if _DECAY in counted:
-        return (
-            f"{general}: choose training.steps so that both plan {show(counted[_DECAY].a)} tokens"
-        )
-    if any(leaf.outcome == "missing" for leaf in ruling.counted):
-        return f"run again what has no record of it; {general}"
-    return general
+        general += f" ({' '.join(settings)} in {names[1]}, as in {names[0]})"
+    elif _DECAY in counted:
+        planned = show(counted[_DECAY].a)
+        general += f" (choose training.steps so that both plan {planned} tokens)"
+    elif any(leaf.outcome == "missing" for leaf in ruling.counted):
+        general = f"run again what has no record of it; {general}"
+    instead = _WORDING[ruling.rule].instead
+    return f"{general}, or {instead}" if instead else general
 
 
 def overrides(leaves: Iterable[Leaf]) -> list[str]:
@@ -206,8 +212,8 @@ def show(value: Any) -> str:
 def show_pair(a: Any, b: Any, width: int = 40) -> tuple[str, str]:
     """Two values, each within `width` characters, cut so that a difference stays visible."""
     shown = show(a), show(b)
-    if shown[0] == shown[1] and (isinstance(a, str | float) and isinstance(b, str | float)):
-        shown = repr(a), repr(b)
+    if shown[0] == shown[1] and not same(a, b):
+        shown = repr(a), repr(b)  # equal only as they are shown
     if max(map(len, shown)) <= width:
         return shown
     first = next(
@@ -264,9 +270,8 @@ def _meaning(ruling: Ruling, wording: _Wording) -> str:
 
 
 def _follows(leaf: Leaf) -> str:
-    roots = [label(path) for path in leaf.follows[:_SHOWN]]
-    more = f" and {len(leaf.follows) - _SHOWN} more" if len(leaf.follows) > _SHOWN else ""
-    return f"{label(leaf.path)} follows {', '.join(roots)}{more}"
+    more = f" and {len(leaf.follows) - 1} more" if len(leaf.follows) > 1 else ""
+    return f"{label(leaf.path)} follows {label(leaf.follows[0])}{more}"
 
 
 def _asked(ruling: Ruling, judgement: Judgement) -> list[Leaf]:

@@ -1,0 +1,90 @@
+"""Intervals over documents: cases by hand, and the properties of a cluster bootstrap."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workbench.compare.results import document_sums
+from workbench.compare.stats import document_interval
+from workbench.errors import UserError
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def test_two_documents_by_hand() -> None:
+    """Of two documents a draw holds AA, AB or BB: 1/4, 1/2, 1/4, so the ends are those two."""
+    difference, weight = np.array([1.0, 30.0]), np.array([10.0, 100.0])
+    assert document_interval(difference, weight, rng()) == pytest.approx((0.1, 0.3))
+    # The middle half lies on AB: the ratio of sums, not the mean of the ratios (0.2).
+    middle = document_interval(difference, weight, rng(), level=0.4)
+    assert middle == pytest.approx((31 / 110, 31 / 110))
+
+
+def test_equal_differences_per_token_leave_no_width() -> None:
+    weight = np.array([5.0, 50.0, 500.0])
+    assert document_interval(0.02 * weight, weight, rng()) == pytest.approx((0.02, 0.02))
+
+
+def test_the_interval_is_near_the_normal_one_for_many_equal_documents() -> None:
+    values = np.random.default_rng(0).normal(0.1, 1.0, 400)
+    low, high = document_interval(values, np.ones(400), rng()) or (0, 0)
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert low == pytest.approx(values.mean() - half, abs=0.01)
+    assert high == pytest.approx(values.mean() + half, abs=0.01)
+
+
+def test_exchanging_the_runs_turns_the_interval_round() -> None:
+    values, weight = np.random.default_rng(0).normal(0, 1, 30), np.arange(1.0, 31.0)
+    low, high = document_interval(values, weight, rng()) or (0, 0)
+    assert document_interval(-values, weight, rng()) == pytest.approx((-high, -low))
+
+
+def test_the_generator_given_decides_the_draws() -> None:
+    values, weight = np.random.default_rng(0).normal(0, 1, 30), np.ones(30)
+    first = document_interval(values, weight, rng())
+    assert document_interval(values, weight, rng()) == first
+    assert document_interval(values, weight, np.random.default_rng(8)) != first
+
+
+def test_many_documents_are_drawn_in_pieces() -> None:
+    values, weight = np.random.default_rng(0).normal(0, 1, 5_000), np.ones(5_000)
+    low, high = document_interval(values, weight, rng(), draws=500) or (0, 0)
+    assert high - low == pytest.approx(2 * 1.96 / math.sqrt(5_000), rel=0.2)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [1.0, math.inf]])
+def test_no_interval_where_nothing_can_be_drawn(values: list[float]) -> None:
+    assert document_interval(np.array(values), np.ones(len(values)), rng()) is None
+
+
+def test_a_text_that_stands_twice_is_one_cluster(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "scores.parquet"
+    table = {
+        "set": ["held_out", "held_out", "train_split"],
+        "document": ["x", "x", "x"],
+        "tokens": [2, 3, 100],
+        "bytes": [8, None, 1],
+        "nll_sum": [1.5, 2.0, 9.0],
+    }
+    parquet.write_table(pa.table(table), path)
+    sums = document_sums(path, "held_out")
+    assert sums is not None
+    assert list(sums) == ["x"]
+    assert sums["x"][[0, 2]].tolist() == [5.0, 3.5]
+    assert math.isnan(sums["x"][1])  # bytes that are not known make no bits per byte
+
+
+def test_scores_that_cannot_be_read_are_an_error_and_absent_ones_are_not(tmp_path: Path) -> None:
+    assert document_sums(tmp_path / "none.parquet", "held_out") is None
+    (tmp_path / "bad.parquet").write_text("no table")
+    with pytest.raises(UserError, match=r"bad\.parquet"):
+        document_sums(tmp_path / "bad.parquet", "held_out")
