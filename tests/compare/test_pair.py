@@ -104,6 +104,14 @@ def test_the_mean_of_the_training_stream_stops_at_the_point_compared(runs: Path)
     assert early.series["held_out/nll"].tokens == [0, 204_800]
 
 
+def test_the_training_stream_is_the_mean_of_the_last_twenty_rows(runs: Path) -> None:
+    comparison = compared(runs, "base", "same")
+    assert comparison.results is not None
+    rows = [value for value in comparison.metrics[0]["train/nll"] if value is not None]
+    assert len(rows) == 25
+    assert comparison.results.numbers["train/nll"].a == pytest.approx(sum(rows[-20:]) / 20)
+
+
 def test_runs_meet_at_the_last_common_token_count(runs: Path) -> None:
     comparison = compared(runs, "constant", "long")
     assert comparison.at == TOTAL
@@ -287,6 +295,20 @@ def test_an_evaluation_without_document_scores_has_no_interval(tmp_path: Path, r
     assert "no interval" in render_terminal(comparison)
 
 
+def test_other_documents_are_never_paired(tmp_path: Path, runs: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    folder = write_run(tmp_path / "renamed", full_record("renamed"), shift=0.01)
+    for path in (folder / "evaluations").iterdir():
+        table = parquet.ParquetFile(path).read().to_pydict()
+        table["document"][-1] = sha("another document")
+        parquet.write_table(pa.table(table), path)
+    numbers = compare_runs(runs / "base", folder).to_json()["results"]
+    assert numbers["held_out/nll"]["documents"] is None
+    assert numbers["train_split/nll"]["documents"] is not None
+
+
 # -- the terminal
 
 
@@ -378,6 +400,15 @@ def test_a_check_refuses_by_the_rule_of_the_difference(
 def test_a_check_suggests_the_command_that_matches() -> None:
     text = render_check(check({}, {"seed": 43, "optimizer": {"lr": 1e-3}}))
     assert "wb run b.yaml seed=42 optimizer.lr=0.0003" in text
+
+
+def test_a_budget_is_matched_by_steps_only_where_nothing_else_restores_it() -> None:
+    twice = {"training": {"batch_size": 8}}
+    assert "choose training.steps" not in render_check(check({}, twice))
+    declared = " ".join(render_check(check({}, twice, treatment=["training.batch_size"])).split())
+    assert "choose training.steps so that both plan 1,024,000 tokens" in declared
+    half = {"training": {"batch_size": 8, "steps": 125}}
+    assert check({}, half, treatment=["training.batch_size"]).verdict == "comparable"
 
 
 def test_claims_are_those_of_the_checklist() -> None:

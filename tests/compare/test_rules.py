@@ -165,6 +165,12 @@ def test_a_recorded_fact_taken_from_the_record_is_missing(leaf: str) -> None:
     names_only(judgement, str(tag_of(leaf).rule), leaf, "missing")
 
 
+def test_a_fact_that_is_unknown_in_part_is_missing() -> None:
+    leaf = "effective.hardware.libraries"
+    part = with_leaf(leaf, {"cuda": "12.8", "cudnn": None})
+    names_only(judge(part, copy.deepcopy(part)), "hardware", leaf, "missing")
+
+
 def test_what_cannot_exist_equals_itself_and_no_value() -> None:
     leaf = "effective.hardware.driver"
     none, other = ({leaf: {"not_applicable": why}} for why in ("a CPU has none", "another reason"))

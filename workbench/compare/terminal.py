@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable
 
@@ -56,7 +57,7 @@ def render_check(check: Check, color: bool = False) -> str:
             if said and ruling.over(asked) == "refused":
                 lines += _wrap(said, "  - ")
         if overrides := matching_overrides(judgement, asked):
-            lines += _wrap(f"wb run {check.paths[1]} {' '.join(overrides)}", "  ")
+            lines.append(f"  wb run {shlex.quote(check.paths[1])} {' '.join(overrides)}")
     elif judgement.inferred:
         lines += ["", "to declare the treatment: --treatment model"]
     if unknown := judgement.with_outcome("not yet known"):

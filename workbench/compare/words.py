@@ -108,6 +108,8 @@ _BEST = (
 )
 _FINISHED = "effective.budget.finished"
 _DECAY = "effective.budget.decay_tokens"
+_LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps", "training.seq_len")
+_FOLLOWERS = 2
 _SHOWN = 3  # leaves named in one sentence; all are in the table
 
 
@@ -132,8 +134,8 @@ def why(ruling: Ruling) -> str:
     else:
         text = "the same in both"
     following = [_follows(leaf) for leaf in ruling.leaves if leaf.outcome == "follows"]
-    if len(following) > _SHOWN:
-        following[_SHOWN:] = [f"{len(following) - _SHOWN} more follow"]
+    if len(following) > _FOLLOWERS:
+        following[_FOLLOWERS:] = [f"{len(following) - _FOLLOWERS} more follow"]
     text = "; ".join(part for part in (text, *following) if part)
     return text + (f" (allowed: {ruling.allowed})" if ruling.allowed else "")
 
@@ -153,7 +155,7 @@ def remedy(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> str 
     settings = overrides([*ruling.counted, *_asked(ruling, judgement)])
     if settings:
         general += f" ({' '.join(settings)} in {names[1]}, as in {names[0]})"
-    elif _DECAY in counted:
+    elif _DECAY in counted and not _counts(judgement, _LAYOUT):
         planned = show(counted[_DECAY].a)
         general += f" (choose training.steps so that both plan {planned} tokens)"
     elif any(leaf.outcome == "missing" for leaf in ruling.counted):
@@ -272,6 +274,12 @@ def _meaning(ruling: Ruling, wording: _Wording) -> str:
 def _follows(leaf: Leaf) -> str:
     more = f" and {len(leaf.follows) - 1} more" if len(leaf.follows) > 1 else ""
     return f"{label(leaf.path)} follows {label(leaf.follows[0])}{more}"
+
+
+def _counts(judgement: Judgement, paths: Iterable[str]) -> bool:
+    """Whether one of the leaves counts: setting it back settles what comes from it as well."""
+    counted = {leaf.path for ruling in judgement.rules for leaf in ruling.counted}
+    return not counted.isdisjoint(paths)
 
 
 def _asked(ruling: Ruling, judgement: Judgement) -> list[Leaf]:
