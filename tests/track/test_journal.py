@@ -9,9 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import SETS, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracked_runs import SETS, rows
 
 from workbench.errors import StoreError, UserError
 from workbench.track.journal import (
@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_clear_error(tmp_path: Path) -> Non
     import resource, signal, sys
     sys.path.insert(0, {str(Path(__file__).parent)!r})
     from pathlib import Path
-    from conftest import SETS, rows
+    from tracked_runs import SETS, rows
     from workbench.errors import StoreError
     from workbench.track.journal import Journal, columns
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import yaml
-from conftest import make_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracked_runs import make_record
 
 from workbench.spec.load import field_types
 from workbench.track.mlflow_fields import (

@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import end_run, make_record, make_run, rows
+from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
 
-from workbench.track.journal import TWINS, read_metrics
 from workbench.track.mlflow_fields import params_of
 from workbench.track.mlflow_store import POSITION, Feed, connect, read_position
 from workbench.track.record import RunRecord
 from workbench.track.store import Store, release_run
-
-BIGGEST = sys.float_info.max  # what MLflow's SQL store makes of an infinity
-
-
-def points(target: Any, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Every stored point of a run by metric, in the order of their steps."""
-    keys = target.client.get_run(run_id).data.metrics
-    return {
-        key: sorted((m.step, m.value) for m in target.client.get_metric_history(run_id, key))
-        for key in keys
-    }
-
-
-def assert_equal_to_file(target: Any, folder: Path) -> None:
-    """Every measured cell of metrics.csv is in MLflow, once, and nothing else is."""
-    position = read_position(folder)
-    assert position
-    table = read_metrics(folder / "metrics.csv")
-    expected = {}
-    for name in set(table) - {"step", "unix_time", *TWINS}:
-        cells = zip(table["step"], table[name], strict=True)
-        if found := [(step, value) for step, value in cells if value is not None]:
-            expected[name] = found
-    stored = points(target, position.run_id)
-    assert set(stored) == set(expected)
-    for name, wanted in expected.items():
-        assert len(stored[name]) == len(wanted), name
-        for (step, value), (want_step, want) in zip(stored[name], wanted, strict=True):
-            assert step == want_step
-            if math.isnan(want):
-                assert math.isnan(value)
-            else:
-                assert value == max(-BIGGEST, min(BIGGEST, want)), (name, step)
 
 
 def test_a_finished_run_reads_back_whole(
@@ -132,6 +96,9 @@ def test_a_run_that_died_is_killed_and_one_that_goes_on_runs_again(
     assert Feed(folder, target).push().run_id == run_id
     assert target.client.get_run(run_id).info.status == "RUNNING"
     assert_equal_to_file(target, folder)
+    release_run(folder)  # and dies again
+    Feed(folder, target).push()
+    assert target.client.get_run(run_id).info.status == "KILLED"
 
 
 def test_pushing_again_and_as_it_grows_adds_each_point_once(

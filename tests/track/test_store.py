@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import end_run, make_record, make_run
+from tracked_runs import end_run, make_record, make_run
 
 from workbench.errors import StoreError, UserError
 from workbench.track.record import write_record
@@ -24,7 +24,7 @@ def start(store: Store, name: str, then: str = "time.sleep(60)") -> subprocess.P
     code = f"""
     import sys, time, os
     sys.path.insert(0, {str(Path(__file__).parent)!r})
-    from conftest import make_run
+    from tracked_runs import make_run
     from workbench.track.store import Store
     folder, record, journal = make_run(Store({str(store.home)!r}), {name!r}, 3)
     print("ready", flush=True)

@@ -91,7 +91,8 @@ class MlflowTracker:
             self._child.stdin.write(json.dumps({**self._request, "folder": str(folder)}) + "\n")
             self._child.stdin.flush()
         except OSError as error:
-            self._warn(f"the process that feeds it could not be started: {error}")
+            self._pending = f"the process that feeds it could not be started: {error}"
+            self._warn(self._pending)
             return
         self._listener = threading.Thread(
             target=self._listen, args=(self._child.stdout,), name="mlflow-feeder", daemon=True

@@ -1,0 +1,197 @@
+"""The feeder: training does not wait for it or end with it, and it does not outlive training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tracked_runs import assert_equal_to_file, end_run, make_run
+
+from workbench.track.feeder import MlflowTracker
+from workbench.track.journal import read_metrics
+from workbench.track.mlflow_store import connect, read_position
+from workbench.track.store import Store
+
+# A run in a process of its own: claims its folder, writes rows, and then does `then`.
+RUN = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from tracked_runs import end_run, make_record, rows
+from workbench.track.feeder import MlflowTracker
+from workbench.track.journal import Journal, columns
+from workbench.track.record import write_record
+from workbench.track.store import Store
+store = Store({home!r})
+record = make_record({name!r})
+folder = store.create_run({name!r})
+write_record(record, folder)
+journal = Journal(folder / "metrics.csv", columns(["train_split", "held_out"]))
+tracker = MlflowTracker(None, store, "workbench", grace_seconds=240.0, poll_seconds=0.2)
+tracker.start(record, folder)
+for row in rows(9):
+    journal.write(row)
+    tracker.log(row)
+print("written", flush=True)
+"""
+FINISH = "end_run(folder, record)\nprint(tracker.finish(record), flush=True)"
+
+
+def run_process(store: Store, name: str, then: str) -> subprocess.Popen[str]:
+    code = RUN.format(tests=str(Path(__file__).parent), home=str(store.home), name=name) + then
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def feeders(folder: Path) -> list[psutil.Process]:
+    """The living feeder processes of this store's runs, by the file they have locked or not."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if "workbench.track.feeder" in command and environment.get("WB_TEST") == str(folder):
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Marks the processes that a test starts, and looks that none is left."""
+    monkeypatch.setenv("WB_TEST", str(tmp_path))
+    yield tmp_path
+    assert feeders(tmp_path) == []
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_run_arrives_whole_and_no_process_stays(
+    mlflow_store: Store, target: Any, marked: Path
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "fed", 9)
+    tracker = MlflowTracker(None, mlflow_store, "workbench", poll_seconds=0.2)
+    before = time.monotonic()
+    tracker.start(record, folder)
+    for _ in range(1000):
+        tracker.log({"step": 1})
+    assert time.monotonic() - before < 1.0
+    assert len(feeders(marked)) == 1
+    assert os.getpgid(feeders(marked)[0].pid) != os.getpgid(0)  # Ctrl-C is not for it
+    journal.close()
+    end_run(folder, record)
+    assert tracker.finish(record) is None
+    assert_equal_to_file(target, folder)
+    assert target.client.get_run(read_position(folder).run_id).info.status == "FINISHED"
+
+
+def test_a_server_that_refuses_costs_a_warning_and_nothing_else(
+    store: Store, marked: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    folder, record, _ = make_run(store, count=3)
+    uri = f"http://ada:hunter2@127.0.0.1:{closed_port()}"
+    tracker = MlflowTracker(uri, store, "workbench", grace_seconds=30.0, poll_seconds=0.2)
+    before = time.monotonic()
+    tracker.start(record, folder)
+    tracker.log({"step": 1})
+    assert time.monotonic() - before < 1.0
+    end_run(folder, record)
+    pending = tracker.finish(record)
+    assert pending
+    assert time.monotonic() - before < 32.0
+    assert str(folder) in caplog.text
+    assert "hunter2" not in caplog.text + pending + repr(tracker.__dict__.get("_pending"))
+    assert "127.0.0.1" in caplog.text
+    assert len(caplog.records) <= 2
+    assert len(read_metrics(folder / "metrics.csv")["step"]) == 3
+
+
+def test_a_server_that_hangs_is_left_after_the_time_allowed(
+    store: Store, marked: Path, silent_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, record, _ = make_run(store, count=3)
+    tracker = MlflowTracker(silent_server, store, "workbench", grace_seconds=2.0)
+    tracker.start(record, folder)
+    time.sleep(0.5)
+    end_run(folder, record)
+    before = time.monotonic()
+    pending = tracker.finish(record)
+    assert 1.5 < time.monotonic() - before < 6.0
+    assert pending
+    assert "2 s" in pending
+    assert str(folder) in caplog.text
+
+
+def test_a_feeder_that_cannot_start_or_is_killed_does_not_end_the_run(
+    store: Store, marked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, record, _ = make_run(store, count=1)
+    tracker = MlflowTracker(None, store, "workbench")
+    tracker.start(record, folder)
+    feeders(marked)[0].kill()
+    tracker.log({"step": 1})
+    assert tracker.finish(record)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    tracker = MlflowTracker(None, store, "workbench")
+    tracker.start(record, folder)
+    tracker.log({"step": 2})
+    assert "could not be started" in str(tracker.finish(record))
+    tracker.close()
+
+
+def test_a_run_killed_outright_is_closed_as_killed_by_its_feeder(
+    mlflow_store: Store, target: Any, marked: Path
+) -> None:
+    process = run_process(mlflow_store, "murdered", "time.sleep(60)")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while feeders(marked):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    folder = mlflow_store.runs / "murdered"
+    assert_equal_to_file(target, folder)
+    assert target.client.get_run(read_position(folder).run_id).info.status == "KILLED"
+    assert mlflow_store.find_run("murdered").died
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_runs_that_start_at_once_on_no_store_are_all_complete(
+    store: Store, marked: Path, count: int
+) -> None:
+    names = [f"run-{index}" for index in range(count)]
+    processes = [run_process(store, name, FINISH) for name in names]
+    for process in processes:
+        assert process.communicate(timeout=300)[0] == "written\nNone\n"
+    target = connect(None, store, "workbench")
+    for name in names:
+        assert_equal_to_file(target, store.runs / name)
+    found = target.client.search_runs([target.experiment_id])
+    assert sorted(run.info.run_name for run in found) == names
+    assert {run.info.status for run in found} == {"FINISHED"}
+    assert len(target.client.search_experiments()) == 2  # MLflow's own default, and ours
