@@ -295,6 +295,7 @@ def test_values_for_people() -> None:
     assert max(len(a), len(b)) <= 20
     assert show_pair(0.1, 0.1 + 1e-12) != ("0.1", "0.1")
     assert show_pair("1", 1) == ("'1'", "1")
+    assert show_pair("long " * 9, "long " * 9, 9) == ("long lon…", "long lon…")
 
 
 def test_numbers_have_as_many_digits_as_mean_something() -> None:

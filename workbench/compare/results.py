@@ -233,7 +233,9 @@ def _number(series: Series, tokens: int, claim: Claim, what: str) -> Number:
 def _of_training(
     a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
 ) -> dict[str, Number]:
-    stream = f"the optimised stream: mean of the last {TRAIN_ROWS} logged rows up to the point"
+    stream = (
+        f"the optimised stream: mean of the last logged rows up to the point, {TRAIN_ROWS} at most"
+    )
     speed = "after warm-up; evaluation, saving and compilation outside the clock"
     size_a, size_b = a.record.effective.parameters, b.record.effective.parameters
     out_a, out_b = a.record.results, b.record.results

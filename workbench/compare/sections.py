@@ -144,7 +144,8 @@ def runs(comparison: Comparison) -> str:
         _description(side, facts)
         for side, facts in zip((first, second), comparison.facts, strict=True)
     ]
-    rows = [[key, *(one[key] for one in described)] for key in described[0]]
+    keys = dict.fromkeys(key for one in described for key in one)
+    rows = [[key, *(one.get(key, "-") for one in described)] for key in keys]
     rows = [row for row in rows if row[1:] != ["-", "-"]]
     return table(["", "A", "B"], rows)
 
@@ -155,7 +156,9 @@ def reproduce(comparison: Comparison) -> str:
     lines += ["pip install -c constraints.txt -e '.[sample]'"]
     commits = {str(side.record.effective.code.git_commit) for side in _sides(comparison)}
     if len(commits) == 1 and commits != {"None"}:
-        lines.insert(0, f"git checkout {commits.pop()}")
+        dirty = any(side.record.effective.code.git_dirty for side in _sides(comparison))
+        note = "  # not all: there were uncommitted changes" if dirty else ""
+        lines.insert(0, f"git checkout {commits.pop()}{note}")
     for side in _sides(comparison):
         words = run_words(side.record)
         lines.append(" ".join(["wb run", *map(_quote, words)]))
@@ -240,7 +243,7 @@ def _description(side: Side, facts: Facts) -> dict[str, str]:
     dirty = {True: " (dirty)", False: "", None: " (state unknown)"}[code_facts.git_dirty]
     commit = f"{code_facts.git_commit[:12]}{dirty}" if code_facts.git_commit else "-"
     hours = _hours(record.started, record.ended)
-    libraries = record.provenance.get("versions")
+    versions = record.provenance.get("versions")
     shown: dict[str, Any] = {
         "run": record.name,
         "id": record.id,
@@ -254,10 +257,11 @@ def _description(side: Side, facts: Facts) -> dict[str, str]:
         "device": hardware.device_name,
         "torch": hardware.torch,
         "python": record.provenance.get("python"),
-        "packages": libraries,
         "MLflow run": record.mlflow.get("run_id"),
         "MLflow page": record.mlflow.get("url"),
     }
+    if isinstance(versions, dict):
+        shown |= {name: version for name, version in versions.items() if name not in shown}
     return {key: show(value) for key, value in shown.items()}
 
 

@@ -49,7 +49,7 @@ _WORDING: dict[str, _Wording] = {
     ),
     "parameters": _Wording(
         "part of the difference may be size alone",
-        "size {b} to the parameters of {a}; `wb run SPEC --dry-run` prints the count",
+        "size {b} to the parameters of {a}; wb run SPEC --dry-run prints the count",
     ),
     "seeds": _Wording(
         "the difference then holds the luck of two draws of weights and of order",
@@ -220,7 +220,7 @@ def show_pair(a: Any, b: Any, width: int = 40) -> tuple[str, str]:
         return shown
     first = next(
         (i for i, (x, y) in enumerate(zip(*shown, strict=False)) if x != y),
-        min(map(len, shown)),
+        min(map(len, shown)) if shown[0] != shown[1] else 0,
     )
     start = 0 if first < width - 8 else first - width // 4
     return _cut(shown[0], start, width), _cut(shown[1], start, width)
