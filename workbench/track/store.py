@@ -86,6 +86,11 @@ class Store:
         return self.home / "cache"
 
     @property
+    def reports(self) -> Path:
+        """Reports of comparisons, beside the store: unlike it, some are kept in git."""
+        return self.home.parent / "reports"
+
+    @property
     def tracking_uri(self) -> str:
         """The address of this store for MLflow."""
         # The seconds that a writer waits for another one; SQLite's own default gives up early.
