@@ -11,11 +11,14 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from workbench.errors import Fault, StoreError, UserError
+
+if TYPE_CHECKING:
+    from workbench.track.store import RunEntry
 
 app = typer.Typer(
     name="wb",
@@ -65,6 +68,9 @@ def run(
         _print_dry_run(resolved, as_json)
         return
 
+    from workbench.process import prepare_process
+
+    prepare_process()  # before torch is loaded
     from workbench import run as runner
     from workbench.track.store import Store
 
@@ -73,6 +79,7 @@ def run(
         _print_json(outcome.to_json())
     else:
         print(outcome.closing_lines())
+    raise typer.Exit(outcome.exit_code)
 
 
 @app.command()
@@ -130,15 +137,16 @@ def compare(
     from workbench.track.store import Store
 
     store = Store()
-    folders = [store.find_run(text) for text in (a, b)]
+    entries = [_readable(store.find_run(text)) for text in (a, b)]
+    statuses = [entry.status or "RUNNING" for entry in entries]
     comparison = compare_runs(
-        folders[0],
-        folders[1],
+        entries[0].folder,
+        entries[1].folder,
         treatment=treatment or [],
         allow=parse_allow(allow),
         claims=claim or [],
         at=at,
-        statuses=tuple(store.effective_status(folder) for folder in folders),
+        statuses=(statuses[0], statuses[1]),
     )
     comparison = write_report(comparison, store.reports)
     if as_json:
@@ -172,9 +180,8 @@ def show(
     from workbench.track.store import Store
     from workbench.views import run_page
 
-    entry = Store().find_run(run)
-    if entry.record is None:
-        raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
+    entry = _readable(Store().find_run(run))
+    assert entry.record
     if as_json:
         document = {**document_of(entry.record), "status": entry.status}
         _print_json({**document, "folder": str(entry.folder)})
@@ -187,12 +194,15 @@ def ui(
     host: Annotated[
         str, typer.Option(help="Address to listen on; other than loopback, all of it can read.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free port.")] = 5000,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Default: 5000 or the next free one. 0 takes any free port."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Open the MLflow UI on the store, until Ctrl-C."""
-    from workbench.track.mlflow_store import ui as serve
     from workbench.track.store import Store
+    from workbench.track.ui import ui as serve
 
     raise typer.Exit(serve(Store(), host, port))
 
@@ -216,6 +226,17 @@ def bench(
         _print_json(result)
     else:
         print(render(result))
+
+
+def _readable(entry: RunEntry) -> RunEntry:
+    """The entry of a run with a record.
+
+    Raises:
+        UserError: it has none, or a damaged one.
+    """
+    if entry.record is None:
+        raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
+    return entry
 
 
 def parse_allow(pairs: list[str] | None) -> dict[str, str]:

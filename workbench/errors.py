@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class UserError(ValueError):
         super().__init__("\n".join(str(fault) for fault in faults))
 
     @classmethod
-    def at(
-        cls, place: str, message: str, value: Any = None, allowed: str | None = None
-    ) -> UserError:
+    def at(cls, place: str, message: str, value: Any = None, allowed: str | None = None) -> Self:
         """The error of a single fault."""
         return cls(Fault(place, message, value, allowed))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.counts import count_parameters, flops_per_token
-from workbench.core.data import Data, TokenDigest, load_data
+from workbench.core.data.batches import TokenDigest
+from workbench.core.data.loading import Data, load_data
 from workbench.core.data.tokenizer import load_tokenizer
 from workbench.core.schedules import planned_trace
 from workbench.spec.run import RunSpec, spec_hash

@@ -25,7 +25,7 @@ class Reporter:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._seconds = 0.0
-        self._tokens = 0
+        self._tokens = 0.0
 
     def __enter__(self) -> Reporter:
         if not self._quiet and sys.stderr.isatty():

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
-from workbench.core.data import Data, TokenDigest, load_data
+from workbench.core.data.batches import TokenDigest
+from workbench.core.data.loading import Data, load_data
 from workbench.core.device import (
     choose_device,
     device_kind,
@@ -24,20 +25,19 @@ from workbench.core.device import (
     require_compiler,
 )
 from workbench.core.evaluate import evaluate, write_scores
-from workbench.core.memory import keep_freed_memory, peak_bytes
+from workbench.core.memory import peak_bytes
 from workbench.core.model import build_model, compiled_forward, route_tables_sha256
 from workbench.core.optim import build_optimizer, parameter_table, table_sha256
 from workbench.core.precision import Precision, choose_precision
 from workbench.core.schedules import RateTrace
 from workbench.core.train import StepResult, TrainState, loss_settings, train
-from workbench.errors import UserError
 from workbench.progress import Reporter
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.events import Tracker
+from workbench.track.feeder import MlflowTracker
 from workbench.track.journal import Journal, columns
-from workbench.track.mlflow_store import MlflowTracker
-from workbench.track.provenance import code_facts, hardware_facts, provenance
+from workbench.track.provenance import code_facts, hardware_facts, provenance, redact
 from workbench.track.record import Effective, Point, RunRecord, Status, write_record
 from workbench.track.store import Store
 
@@ -65,7 +65,6 @@ def build(spec: RunSpec, store: Store) -> Components:
     Raises:
         UserError: the data, the device or the precision cannot be had.
     """
-    keep_freed_memory()
     device = choose_device(spec.training.device)
     precision = choose_precision(spec.training.precision, device)
     if spec.training.compile:
@@ -130,7 +129,11 @@ def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) ->
     """
     parts = build(spec, store)
     folder = store.create_run(spec.name)
-    recorder = Recorder(parts, folder, command, tracker_for(spec, store))
+    try:
+        recorder = Recorder(parts, folder, command, tracker_for(spec, store))
+    except BaseException:
+        store.discard_run(folder)
+        raise
     with Reporter(spec.training.steps, quiet) as reporter, StopRequests() as stop:
         try:
             _train(parts, recorder, reporter, stop)
@@ -193,7 +196,7 @@ class Recorder:
             name=spec.name,
             status="RUNNING",
             started=_now(),
-            spec=spec.model_dump(mode="json"),
+            spec=recorded(spec),
             spec_sha256=spec_hash(spec),
             effective=parts.effective,
             provenance=provenance(command),
@@ -272,7 +275,7 @@ class Recorder:
         """Writes the present step's row, if there is one."""
         if self._row:
             self._journal.write(self._row)
-            self._tracker.log(self._parts.state.step, self._row)
+            self._tracker.log(self._row)
             self._row = {}
 
     def checkpoint(self) -> None:
@@ -291,7 +294,7 @@ class Recorder:
         record.effective.budget.finished = status == "FINISHED"
         if step - WARM_UP_STEPS >= LEAST_TIMED_STEPS:
             record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
-            interval = {"first_step": WARM_UP_STEPS + 1, "last_step": step}
+            interval: dict[str, Any] = {"first_step": WARM_UP_STEPS + 1, "last_step": step}
         else:
             least = WARM_UP_STEPS + LEAST_TIMED_STEPS
             absent = {"not_applicable": f"throughput is measured from {least} steps on"}
@@ -345,8 +348,13 @@ def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment)
 
 
+def recorded(spec: RunSpec) -> dict[str, Any]:
+    """The resolved spec as a record holds it: without the credentials of a tracking address."""
+    document = spec.model_dump(mode="json")
+    if spec.tracking.uri:
+        document["tracking"]["uri"] = redact(spec.tracking.uri)
+    return document
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-__all__ = ["Components", "RunOutcome", "UserError", "build", "run"]

@@ -83,10 +83,9 @@ def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
 
     # By parameter name, not by position: two experts of equal shape can never swap their moments.
     moments: dict[str, torch.Tensor] = {}
-    names = {parameter: name for name, parameter in state.model.named_parameters()}
-    for parameter, values in state.optimizer.state.items():
-        for key, value in values.items():
-            moments[f"{names[parameter]}/{key}"] = torch.as_tensor(value).detach()
+    for name, parameter in state.model.named_parameters():
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            moments[f"{name}/{key}"] = torch.as_tensor(value).detach()
     save_file(moments, folder / "optimizer.safetensors")
 
     document = {
@@ -115,12 +114,10 @@ def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without second names of one storage (a tied head): safetensors holds a tensor once."""
-    seen: set[int] = set()
-    return {
-        name: tensor.contiguous()
-        for name, tensor in tensors.items()
-        if not (tensor.data_ptr() in seen or seen.add(tensor.data_ptr()))
-    }
+    first_names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first_names.setdefault(tensor.data_ptr(), name)
+    return {name: tensors[name].contiguous() for name in first_names.values()}
 
 
 def _sync(path: Path) -> None:

@@ -45,7 +45,7 @@ def make_deterministic(wanted: bool, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     # Filling fresh memory costs a pass over it and hides nothing: no code here reads it unwritten.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def require_compiler(device: torch.device) -> None:

@@ -37,10 +37,13 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden))
+        # A caller whose loss has already written the head's gradient into `weight.grad` sets this:
+        # the lookup's gradient then adds the rows it used, not a dense [V, H] of zeros.
+        self.sparse_gradient = False
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> [B, S, H], float32."""
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self.weight, sparse=self.sparse_gradient)
 
 
 class Head(nn.Module):

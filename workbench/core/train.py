@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.core.data.batches import TokenDigest, WindowStream
-from workbench.core.losses import LossSettings, Workspace, linear_cross_entropy
+from workbench.core.losses import LossSettings, linear_cross_entropy
 from workbench.core.model import Transformer
 from workbench.core.optim import set_learning_rate
 from workbench.core.schedules import RateTrace, learning_rate
+from workbench.core.workspace import Workspace
 from workbench.errors import TrainingStoppedError
 from workbench.spec.run import RunSpec
 
@@ -76,7 +77,9 @@ def train(
     forward = forward or model
     device = model.head_weight.device
     settings = loss_settings(spec)
-    workspace = Workspace(accumulate=True)
+    workspace = Workspace(direct=True)
+    tied = model.lm_head is None
+    model.embed_tokens.sparse_gradient = tied and device.type == "cpu"
 
     while state.step < training.steps:
         began = clock()
@@ -100,7 +103,8 @@ def train(
                 workspace,
             )
             (loss.objective / scored).backward()
-            sums += [float(loss.nll), float(loss.objective), float(loss.smoothing), float(loss.z)]
+            parts = (loss.nll, loss.objective.detach(), loss.smoothing, loss.z)
+            sums += [float(part) for part in parts]
         nll, objective, smoothing, z_loss = sums / scored
 
         norm = clip_gradients(model, training.max_grad_norm)

@@ -120,7 +120,7 @@ class SetFacts(_Part):
     documents: int | None = None
     unit: str | None = None
     scored_tokens: int | None = None
-    bytes: int | None = None
+    bytes: int | NotApplicable | None = None
     context: str | None = None
 
 
@@ -245,12 +245,12 @@ def read_record(folder: Path) -> RunRecord:
         return RunRecord.model_validate(document)
     except FileNotFoundError:
         raise UserError.at(str(path), "there is no run record here") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise UserError.at(str(path), f"this is not a readable run record: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError.at(f"{path}: {where}", first["msg"]) from None
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError.at(str(path), f"this is not a readable run record: {error}") from None
 
 
 def strict(value: Any) -> Any:
