@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -72,13 +73,20 @@ def run(
 
     prepare_process()  # before torch is loaded
     from workbench import run as runner
+    from workbench.compare.plots import draw_run
+    from workbench.track.journal import read_metrics
     from workbench.track.store import Store
+    from workbench.views import closing_lines
 
-    outcome = runner.run(resolved, Store(), command=sys.argv[1:], quiet=as_json)
+    store = Store()
+    outcome = runner.run(resolved, store, command=sys.argv[1:], quiet=as_json)
+    curve: Path | None = outcome.folder / "curves.png"
+    if not draw_run(read_metrics(outcome.folder / "metrics.csv"), outcome.folder / "curves.png"):
+        curve = None
     if as_json:
         _print_json(outcome.to_json())
     else:
-        print(outcome.closing_lines())
+        print(closing_lines(outcome.record, outcome.folder, store, curve, _program()))
     raise typer.Exit(outcome.exit_code)
 
 
@@ -237,6 +245,15 @@ def _readable(entry: RunEntry) -> RunEntry:
     if entry.record is None:
         raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
     return entry
+
+
+def _program() -> str:
+    """How the user can call `wb` again: by name where that finds it, else as it was called."""
+    called = sys.argv[0]
+    found = shutil.which("wb")
+    if found and Path(found).resolve() == Path(called).resolve():
+        return "wb"
+    return called if Path(called).name == "wb" else f"{sys.executable} -m workbench"
 
 
 def parse_allow(pairs: list[str] | None) -> dict[str, str]:

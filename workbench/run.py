@@ -325,23 +325,6 @@ class RunOutcome:
             "exit_code": self.exit_code,
         }
 
-    def closing_lines(self) -> str:
-        """Where the run is, what came of it, and the next command to try."""
-        record = self.record
-        final = record.results.final
-        numbers = "  ".join(
-            f"{name} {final[name]:.4f}"
-            for name in ("held_out/nll", "train_split/nll")
-            if name in final
-        )
-        return "\n".join(
-            (
-                f"{record.name}: {record.status.lower()}, in {self.folder}",
-                f"{numbers or 'not evaluated'}  (nats/token)",
-                f"next: wb show {record.name}   wb list   wb ui",
-            )
-        )
-
 
 def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     """MLflow, at the spec's address or in the store."""

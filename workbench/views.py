@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.track.record import RunRecord
-from workbench.track.store import Store
+from workbench.track.store import RunEntry, Store
 
 
 def run_rows(store: Store) -> list[dict[str, Any]]:
@@ -91,6 +91,36 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     lines.append(("files", str(folder)))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def closing_lines(
+    record: RunRecord, folder: Path, store: Store, curve: Path | None, program: str
+) -> str:
+    """How a run ended: where it is, what came of it, and the next two commands to try."""
+    final = record.results.final
+    numbers = "  ".join(
+        f"{name} {final[name]:.4f}" for name in ("held_out/nll", "train_split/nll") if name in final
+    )
+    lines = [
+        f"{record.name}: {record.status.lower()}" + (f" ({record.error})" if record.error else ""),
+        f"  files      {folder}",
+        f"  result     {numbers or 'not evaluated'} (nats/token)",
+    ]
+    if curve is not None:
+        lines.insert(2, f"  curve      {curve}")
+    other = next((e.name for e in store.list_runs() if _goes_with(e, record)), None)
+    commands = [f"{program} show {record.name}", f"{program} ui"]
+    if other is not None:
+        commands[0] = f"{program} compare {other} {record.name}"
+    return "\n".join((*lines, f"next: {commands[0]}", f"      {commands[1]}"))
+
+
+def _goes_with(entry: RunEntry, record: RunRecord) -> bool:
+    """Whether a finished run of the same experiment is there to compare with."""
+    other = entry.record
+    if other is None or entry.status != "FINISHED" or other.id == record.id:
+        return False
+    return bool(other.spec["tracking"]["experiment"] == record.spec["tracking"]["experiment"])
 
 
 def _number(value: float | None) -> str:

@@ -46,6 +46,28 @@ def draw(comparison: Comparison, folder: Path) -> list[str]:
     return [DIFFERENCE, CURVES]
 
 
+def draw_run(metrics: Mapping[str, Sequence[float | None]], path: Path) -> bool:
+    """Draws the NLL of one run over its training. False: nothing was measured, nothing is drawn."""
+    lines = {
+        name: points
+        for name in ("train", "train_split", "held_out")
+        if len((points := _points(metrics, f"{name}/nll"))[0]) > 1
+    }
+    if not lines:
+        return False
+    figure = _figure(6.4, 3.8)
+    axes = figure.add_subplot()
+    styles: tuple[dict[str, Any], ...] = ({"color": "#999999", "linewidth": 1}, *_STYLES)
+    for (name, (tokens, values)), style in zip(lines.items(), styles, strict=False):
+        axes.plot(tokens, values, label=_TITLES[name], **style)
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel(_AXES["nll"])
+    axes.legend(frameon=False, fontsize=8)
+    _tidy(axes)
+    _save(figure, path)
+    return True
+
+
 def score_of(results: Results | None) -> str | None:
     """The score that has curves: NLL, or bits per byte where NLL is refused."""
     if results is None:
@@ -125,12 +147,17 @@ def _curves(comparison: Comparison, results: Results, score: str) -> Any:
 def _train(
     metrics: Mapping[str, Sequence[float | None]], at: int | None
 ) -> tuple[list[float], list[float]]:
-    rows = zip(metrics.get("tokens", ()), metrics.get("train/nll", ()), strict=False)
-    kept = [
-        (tokens, value)
-        for tokens, value in rows
-        if tokens is not None and value is not None and tokens <= (at or tokens)
-    ]
+    tokens, values = _points(metrics, "train/nll")
+    kept = [place for place, count in enumerate(tokens) if count <= (at or count)]
+    return [tokens[i] for i in kept], [values[i] for i in kept]
+
+
+def _points(
+    metrics: Mapping[str, Sequence[float | None]], name: str
+) -> tuple[list[float], list[float]]:
+    """Token counts and values of a metric, where it was measured."""
+    rows = zip(metrics.get("tokens", ()), metrics.get(name, ()), strict=False)
+    kept = [(tokens, value) for tokens, value in rows if tokens is not None and value is not None]
     return [tokens for tokens, _ in kept], [value for _, value in kept]
 
 
