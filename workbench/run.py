@@ -139,6 +139,7 @@ def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) ->
             _train(parts, recorder, reporter, stop)
         except InterruptedRunError as stopped:
             reporter.say(f"{stopped}: saving a checkpoint at step {parts.state.step}")
+            recorder.flush()  # the step's row, where its evaluation was cut short
             recorder.checkpoint()
             recorder.close("KILLED", str(stopped))
             return RunOutcome(recorder.record, folder, 128 + stopped.number)
