@@ -54,7 +54,7 @@ def ui(
                 server = _start(store, host, port, log)
                 _wait_until_it_answers(server, address, log)
                 experiment_id = _experiment_id(address, store, experiment)
-            say(f"{address}/#/experiments/{experiment_id}/runs")
+            say(f"{address}/#/experiments/{experiment_id}/runs?workflowType=machine_learning")
             if not _is_loopback(host):
                 say(f"Listening on {host}: whoever reaches this machine can read and change runs")
             say("Ctrl-C ends it")
