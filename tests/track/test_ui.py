@@ -75,7 +75,7 @@ sys.exit(ui(Store({str(store.home)!r}), port=0, say=lambda text: print(text, flu
 def _push_over_http(store: Store, address: str, route: str) -> None:
     """A run with NaN, infinity and an empty parameter goes through MLflow's server as well."""
     target = connect(address, store, "workbench")
-    assert route == f"experiments/{target.experiment_id}/runs"
+    assert route == f"experiments/{target.experiment_id}/runs?workflowType=machine_learning"
     folder, record, _ = make_run(store, "over-http", 9)
     end_run(folder, record)
     position = Feed(folder, target).push()
