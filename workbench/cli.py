@@ -208,11 +208,14 @@ def ui(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Open the MLflow UI on the store, until Ctrl-C."""
+    """Serve the MLflow UI on the store until Ctrl-C; the page is the newest run's experiment."""
     from workbench.track.store import Store
     from workbench.track.ui import ui as serve
 
-    raise typer.Exit(serve(Store(), host, port))
+    store = Store()
+    newest = next((entry.record for entry in store.list_runs() if entry.record), None)
+    experiment = newest.spec["tracking"]["experiment"] if newest else "workbench"
+    raise typer.Exit(serve(store, host, port, experiment))
 
 
 @app.command()
@@ -221,6 +224,9 @@ def bench(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of A B A B.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each arm in a turn.")] = 2,
+    max_seconds: Annotated[
+        float, typer.Option(min=0, help="For the timed steps of each arm; at least one is taken.")
+    ] = 120.0,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -229,7 +235,10 @@ def bench(
     from workbench.bench import render
     from workbench.spec.load import load_spec
 
-    result = measure(load_spec(spec, overrides), rounds=rounds, steps=steps)
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result = measure(load_spec(spec, overrides), rounds, steps, max_seconds, say)
     if as_json:
         _print_json(result)
     else:
