@@ -15,26 +15,7 @@ from workbench.track.events import NullTracker
 from workbench.track.store import Store
 
 DOCUMENTS = 60
-_WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sees",
-    "likes",
-    "old",
-    "small",
-    "tree",
-    "river",
-    "and",
-    "then",
-    "under",
-    "over",
-    "it",
-    "was",
-    "not",
-    "blue",
-]
+_WORDS = ["the", "a", "cat", "dog", "sees", "likes", "old", "small", "tree", "river", "and", "not"]
 
 ROUTED = {
     "profile": "custom",

@@ -287,19 +287,11 @@ def main() -> None:
 
 
 def _guarded(arguments: list[str]) -> int:
-    import click
-
     debug, as_json = "--debug" in arguments, "--json" in arguments
     try:
         code = app(arguments, prog_name="wb", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except click.ClickException as error:
-        if as_json:
-            _print_error([Fault("command line", error.format_message())], as_json)
-        else:
-            error.show()
-        return 2
-    except (click.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except UserError as error:
@@ -317,6 +309,11 @@ def _guarded(arguments: list[str]) -> int:
         _print_error([Fault(place, (error.strerror or str(error)).lower())], as_json)
         return StoreError.exit_code if error.errno in _STORE_ERRNOS else UserError.exit_code
     except Exception as error:
+        # Typer may bring a click of its own, so its errors are known by name.
+        if any(base.__name__ == "ClickException" for base in type(error).__mro__):
+            message = error.format_message()  # type: ignore[attr-defined]
+            _print_error([Fault("command line", message, allowed="see wb --help")], as_json)
+            return 2
         return _crash(error, debug, as_json)
 
 

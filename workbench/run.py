@@ -30,7 +30,13 @@ from workbench.core.model import build_model, compiled_forward, route_tables_sha
 from workbench.core.optim import build_optimizer, parameter_table, table_sha256
 from workbench.core.precision import Precision, choose_precision
 from workbench.core.schedules import RateTrace
-from workbench.core.train import StepResult, TrainState, loss_settings, train
+from workbench.core.train import (
+    StepResult,
+    TrainState,
+    loss_settings,
+    require_finite_weights,
+    train,
+)
 from workbench.progress import Reporter
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
@@ -139,9 +145,13 @@ def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) ->
             _train(parts, recorder, reporter, stop)
         except InterruptedRunError as stopped:
             reporter.say(f"{stopped}: saving a checkpoint at step {parts.state.step}")
-            recorder.flush()  # the step's row, where its evaluation was cut short
-            recorder.checkpoint()
-            recorder.close("KILLED", str(stopped))
+            saved = "without a checkpoint: it was interrupted or could not be written"
+            try:
+                recorder.flush()  # the step's row, where its evaluation was cut short
+                recorder.checkpoint()
+                saved = f"a checkpoint of step {parts.state.step} was saved"
+            finally:
+                recorder.close("KILLED", f"{stopped}; {saved}")
             return RunOutcome(recorder.record, folder, 128 + stopped.number)
         except KeyboardInterrupt:
             recorder.close("KILLED", "stopped by a second SIGINT, without a checkpoint")
@@ -245,6 +255,7 @@ class Recorder:
         """Scores every evaluation set at the present step, and proves where the run stands."""
         parts, state = self._parts, self._parts.state
         spec = parts.spec
+        require_finite_weights(state)
         scores = [
             evaluate(
                 state.model,
@@ -282,6 +293,7 @@ class Recorder:
     def checkpoint(self) -> None:
         """Saves the present state, if there is one to save."""
         if self._parts.state.step:
+            require_finite_weights(self._parts.state)
             keep = self._parts.spec.checkpoint.save_total_limit
             save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
 
@@ -290,6 +302,7 @@ class Recorder:
         record, step = self.record, self._parts.state.step
         record.status = status
         record.error, record.ended = error, _now()
+        record.results.tokens = self._parts.state.tokens
         record.results.seconds = time.monotonic() - self._began
         record.results.peak_memory_bytes = peak_bytes(self._parts.device)
         record.effective.budget.finished = status == "FINISHED"

@@ -25,7 +25,7 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "status": "KILLED (died)" if entry.died else entry.status,
                 "started": record.started,
                 "seed": record.spec.get("seed"),
-                "tokens": record.points[-1].tokens if record.points else 0,
+                "tokens": _reached(record),
                 "planned_tokens": record.total_tokens,
                 "held_out/nll": final.get("held_out/nll"),
                 "train_split/nll": final.get("train_split/nll"),
@@ -134,6 +134,8 @@ def _counts(total: int | None, active: int | None) -> str:
 
 
 def _reached(record: RunRecord) -> int:
+    if record.results.tokens is not None:
+        return record.results.tokens
     return record.points[-1].tokens if record.points else 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from workbench.core.train import TrainState
 from workbench.errors import StoreError
@@ -34,16 +35,19 @@ def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep:
         return final
     temporary = folder / f".{final.name}.{os.getpid()}"
     try:
+        # Left by a process that died while saving: its number may have come round again.
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_files(state, temporary, spec)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors writes, and fails, by its own means
         size = sum(p.numel() * 4 * 3 for p in state.model.parameters())
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        reason = getattr(error, "strerror", None) or str(error)
         message = (
-            f"could not write the checkpoint of step {state.step} ({error.strerror or error}); "
+            f"could not write the checkpoint of step {state.step} ({reason}); "
             f"it needs about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         )
         raise StoreError.at(str(final), message) from error

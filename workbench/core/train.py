@@ -172,6 +172,18 @@ def not_finite(model: nn.Module, step: int, objective: float, norm: float) -> Tr
     )
 
 
+def require_finite_weights(state: TrainState) -> None:
+    """Checks what an update has made of the weights, before they are scored or saved.
+
+    Raises:
+        TrainingStoppedError: a weight is not finite; loss and gradients before it were.
+    """
+    for name, parameter in state.model.named_parameters():
+        if not bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64))):
+            message = f"the update left weights that are not finite, first in {name}"
+            raise TrainingStoppedError.at(f"step {state.step}", message)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for the device, so that a clock read next measures work and not its launch."""
     match device.type:

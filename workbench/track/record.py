@@ -175,6 +175,7 @@ class Point(_Part):
 class Results(_Part):
     """Measured outcomes, never compared by a rule. Unmeasured is None."""
 
+    tokens: int | None = None
     tokens_per_s: float | None = None
     seconds: float | None = None
     peak_memory_bytes: int | None = None
