@@ -54,6 +54,10 @@ def require_compiler(device: torch.device) -> None:
     Raises:
         UserError: the C++ compiler or the Python headers that torch.compile needs are missing.
     """
+    if os.environ.get("TORCH_COMPILE_DISABLE", "0") == "1":
+        # torch.compile would return its argument unchanged, and the record would call it compiled.
+        message = "TORCH_COMPILE_DISABLE=1 in the environment turns compilation off"
+        raise UserError.at("training.compile", message, True, "false, or unset it")
     if device.type != "cpu":
         return
     place, allowed = "training.compile", "false, or install what is missing"
