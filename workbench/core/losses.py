@@ -112,7 +112,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes or dtypes do not fit, or a target is neither in [0, V) nor `IGNORED`.
     """
-    _check(hidden, weight, targets, precision)
+    check_inputs(hidden, weight, targets, precision)
     sums: tuple[Tensor, Tensor, Tensor, Tensor, int] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, settings, precision, workspace or Workspace()
     )
@@ -136,8 +136,8 @@ def linear_nll(
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    _check(hidden, weight, targets, precision)
-    kept = _scored(targets)
+    check_inputs(hidden, weight, targets, precision)
+    kept = scored_tokens(targets)
     plain = LossSettings(settings.block_vocab, settings.chunk_tokens)
     run = _Tiles(hidden, weight, targets, kept, plain, precision, workspace or Workspace())
     statistics = run.statistics()
@@ -159,7 +159,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         precision: Precision,
         workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        kept = _scored(targets)
+        kept = scored_tokens(targets)
         tiles = _Tiles(hidden, weight, targets, kept, settings, precision, workspace)
         found = tiles.statistics()
         per_token = found.lse - found.target
@@ -235,11 +235,7 @@ class _Tiles:
         self.rounds = precision.compute != torch.float32
         self.targets = targets if kept is None else targets.index_select(0, kept)
         self.tokens = len(self.targets)
-        self.direct = (
-            workspace.direct
-            and weight.is_leaf
-            and (weight.grad is None or weight.grad.layout == torch.strided)
-        )
+        self.direct = writes_directly(workspace, weight)
         scored = hidden if kept is None else hidden.index_select(0, kept)
         self.hidden = self._operand(scored, "hidden")
         size, entries = settings.tile_tokens, len(weight)
@@ -418,25 +414,27 @@ def _bf16_products(precision: Precision, device: torch.device) -> Iterator[None]
         place.fp32_precision = before
 
 
-def _scored(targets: Tensor) -> Tensor | None:
+def writes_directly(workspace: Workspace, weight: Tensor) -> bool:
+    """Whether the head's gradient goes into `weight.grad` itself: asked for, and possible."""
+    dense = weight.grad is None or weight.grad.layout == torch.strided
+    return workspace.direct and weight.is_leaf and dense
+
+
+def scored_tokens(targets: Tensor) -> Tensor | None:
     """Indices of the scored tokens; None when all are."""
     scored = targets != IGNORED
     return None if bool(scored.all()) else scored.nonzero().squeeze(1)
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, precision: Precision) -> None:
+def check_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, precision: Precision) -> None:
     """Raise ValueError for what does not fit together, and for targets outside the vocabulary."""
     if hidden.dtype != precision.compute or weight.dtype != torch.float32:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}, "
             f"must be {precision.compute} and torch.float32"
         )
-    fits = (
-        hidden.ndim == weight.ndim == 2
-        and targets.ndim == 1
-        and hidden.shape == (len(targets), weight.shape[1])
-    )
-    if not fits:
+    dimensions = hidden.ndim == weight.ndim == 2 and targets.ndim == 1
+    if not dimensions or hidden.shape != (len(targets), weight.shape[1]):
         raise ValueError(
             "hidden [T, H], weight [V, H] and targets [T] do not fit: "
             f"{list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}"
