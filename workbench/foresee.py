@@ -14,6 +14,7 @@ from workbench.core.data.loading import Data, load_data
 from workbench.core.data.tokenizer import load_tokenizer
 from workbench.core.schedules import planned_trace
 from workbench.spec.run import RunSpec, spec_hash
+from workbench.track.provenance import redact
 from workbench.track.store import Store
 
 # Above this many tokens the planned order is not replayed (about 10 s of hashing).
@@ -73,8 +74,18 @@ def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
         "tokens_per_step": spec.tokens_per_step,
         "tokens": spec.total_tokens,
         "warmup_steps": spec.warmup_steps,
-        "spec": spec.model_dump(mode="json"),
+        "spec": recorded(spec),
     }
+
+
+def recorded(spec: RunSpec) -> dict[str, Any]:
+    """The resolved spec as it is shown and kept: without the credentials of a tracking address."""
+    document = spec.model_dump(mode="json")
+    document["notes"] = redact(spec.notes)
+    tracking = document["tracking"]
+    tracking["uri"] = spec.tracking.uri and redact(spec.tracking.uri)
+    tracking["tags"] = {key: redact(value) for key, value in spec.tracking.tags.items()}
+    return document
 
 
 def render_plan(document: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -51,16 +52,23 @@ class Reporter:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def say(self, line: str) -> None:
-        """One line above the bar."""
+        """One line above the bar.
+
+        Where nobody can read it any more (a closed terminal, a full disk) the run goes on silently.
+        """
         if self._quiet:
             return
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, markup=False)
+            else:
+                print(line, file=sys.stderr, flush=True)
+        except OSError:
+            self._quiet = True
 
     def step(self, result: StepResult, logged: bool) -> None:
         """One update has been made."""

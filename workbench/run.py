@@ -37,6 +37,8 @@ from workbench.core.train import (
     require_finite_weights,
     train,
 )
+from workbench.errors import StoreError
+from workbench.foresee import recorded
 from workbench.progress import Reporter
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
@@ -45,7 +47,7 @@ from workbench.track.feeder import MlflowTracker
 from workbench.track.journal import Journal, columns
 from workbench.track.provenance import code_facts, hardware_facts, provenance, redact
 from workbench.track.record import Effective, Point, RunRecord, Status, write_record
-from workbench.track.store import Store
+from workbench.track.store import METRICS, RECORD, Store, release_run, storing
 
 # Steps whose time is not counted: compilation, first touches of memory, caches filling.
 WARM_UP_STEPS = 10
@@ -85,6 +87,8 @@ def build(spec: RunSpec, store: Store) -> Components:
         precision,
         grad_checkpointing=spec.training.grad_ckpt,
     ).to(device)
+    mode = spec.training.compile_mode
+    forward = compiled_forward(model, mode) if mode else model
     table = parameter_table(model, spec.optimizer)
     counts = count_parameters(spec.model, data.tokenizer.vocab_size)
     effective = Effective.model_validate(
@@ -107,7 +111,7 @@ def build(spec: RunSpec, store: Store) -> Components:
                 "loss_backend": "chunked",
                 "dispatch": model.dispatch,
                 "attention": model.attention_path,
-                "compiled": spec.training.compile,
+                "compiled": forward is not model,
                 "parallel": "one process",
             },
             "budget": {"finished": False},
@@ -121,8 +125,6 @@ def build(spec: RunSpec, store: Store) -> Components:
         digest=TokenDigest(),
         trace=RateTrace(),
     )
-    mode = spec.training.compile_mode
-    forward = compiled_forward(model, mode) if mode else model
     return Components(spec, data, state, forward, effective, device, precision)
 
 
@@ -131,36 +133,56 @@ def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) ->
 
     Raises:
         UserError: before training, with nothing written; or a TrainingStoppedError or StoreError
-            after it began, with the run recorded as FAILED.
+            after it began, with the run recorded as FAILED (KILLED, where it was being stopped).
     """
     parts = build(spec, store)
-    folder = store.create_run(spec.name)
+    with StopRequests() as stop:
+        folder = store.create_run(spec.name)
+        try:
+            recorder = Recorder(parts, folder, command, tracker_for(spec, store))
+        except BaseException:
+            store.discard_run(folder)
+            raise
+        try:
+            with Reporter(spec.training.steps, quiet) as reporter:
+                exit_code = _train_and_record(parts, recorder, reporter, stop)
+        finally:
+            # The end is recorded: from here on a signal may cut the wait for the tracker short.
+            stop.restore()
+            recorder.let_go()
+    return RunOutcome(recorder.record, folder, exit_code)
+
+
+def _train_and_record(
+    parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests
+) -> int:
+    """Trains to whatever end comes and records which it was; returns the exit code."""
+    stopped: InterruptedRunError | None = None
+    saved = False
     try:
-        recorder = Recorder(parts, folder, command, tracker_for(spec, store))
-    except BaseException:
-        store.discard_run(folder)
-        raise
-    with Reporter(spec.training.steps, quiet) as reporter, StopRequests() as stop:
         try:
             _train(parts, recorder, reporter, stop)
-        except InterruptedRunError as stopped:
-            reporter.say(f"{stopped}: saving a checkpoint at step {parts.state.step}")
-            saved = "without a checkpoint: it was interrupted or could not be written"
-            try:
-                recorder.flush()  # the step's row, where its evaluation was cut short
-                recorder.checkpoint()
-                saved = f"a checkpoint of step {parts.state.step} was saved"
-            finally:
-                recorder.close("KILLED", f"{stopped}; {saved}")
-            return RunOutcome(recorder.record, folder, 128 + stopped.number)
-        except KeyboardInterrupt:
-            recorder.close("KILLED", "stopped by a second SIGINT, without a checkpoint")
-            return RunOutcome(recorder.record, folder, 128 + signal.SIGINT)
-        except BaseException as error:
-            recorder.close("FAILED", f"{type(error).__name__}: {error}")
-            raise
-        recorder.close("FINISHED")
-    return RunOutcome(recorder.record, folder, 0)
+        except InterruptedRunError as request:
+            stopped = request
+            reporter.say(f"{stopped} at step {parts.state.step}: saving")
+            recorder.flush()  # the step's row, where its evaluation was cut short
+            saved = recorder.checkpoint()
+        else:
+            recorder.end("FINISHED")
+            return 0
+    except KeyboardInterrupt:
+        recorder.end("KILLED", "ended at once by a second SIGINT")
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            recorder.end("KILLED" if stopped else "FAILED", reason)
+        except StoreError as second:
+            reporter.say(f"the end of the run could not be recorded: {second}")
+        raise
+    what = f"a checkpoint of step {parts.state.step} was saved" if saved else "nothing was trained"
+    recorder.end("KILLED", f"{stopped}; {what}")
+    return 128 + stopped.number
 
 
 def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests) -> None:
@@ -221,8 +243,9 @@ class Recorder:
                 "vocab_size": parts.data.tokenizer.vocab_size,
             },
         )
-        write_record(self.record, folder)
-        self._journal = Journal(folder / "metrics.csv", columns(list(parts.data.evaluation_sets)))
+        # The record last: a folder without one never was a run, and is removed again.
+        self._journal = Journal(folder / METRICS, columns(list(parts.data.evaluation_sets)))
+        self._write_record()
         tracker.start(self.record, folder)
 
     def step(self, result: StepResult, logged: bool) -> None:
@@ -267,8 +290,11 @@ class Recorder:
             for documents in parts.data.evaluation_sets.values()
         ]
         values = {name: value for score in scores for name, value in score.values().items()}
-        write_scores(scores, self._folder / "evaluations" / f"step_{state.step:08d}.parquet")
+        path = self._folder / "evaluations" / f"step_{state.step:08d}.parquet"
+        with storing(path):
+            write_scores(scores, path)
         self._row |= {"step": state.step, "tokens": state.tokens, **values}
+        self.flush()
         self.record.points.append(
             Point(
                 step=state.step,
@@ -278,8 +304,7 @@ class Recorder:
             )
         )
         self.record.results.final = {k: v for k, v in values.items() if v is not None}
-        self.flush()
-        write_record(self.record, self._folder)
+        self._write_record()
         self._tracker.update(self.record)
         reporter.evaluation(state.step, self.record.results.final)
 
@@ -290,18 +315,24 @@ class Recorder:
             self._tracker.log(self._row)
             self._row = {}
 
-    def checkpoint(self) -> None:
-        """Saves the present state, if there is one to save."""
-        if self._parts.state.step:
-            require_finite_weights(self._parts.state)
-            keep = self._parts.spec.checkpoint.save_total_limit
-            save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
+    def checkpoint(self) -> bool:
+        """Saves the present state; False where no update was made, so that there is none."""
+        if not self._parts.state.step:
+            return False
+        require_finite_weights(self._parts.state)
+        keep = self._parts.spec.checkpoint.save_total_limit
+        save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
+        return True
 
-    def close(self, status: Status, error: str | None = None) -> str | None:
-        """Ends the record with a status and lets the tracker finish; returns what it still owes."""
+    def end(self, status: Status, error: str | None = None) -> None:
+        """Writes into the record how the run ended.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
         record, step = self.record, self._parts.state.step
         record.status = status
-        record.error, record.ended = error, _now()
+        record.error, record.ended = error and redact(error), _now()
         record.results.tokens = self._parts.state.tokens
         record.results.seconds = time.monotonic() - self._began
         record.results.peak_memory_bytes = peak_bytes(self._parts.device)
@@ -314,9 +345,18 @@ class Recorder:
             absent = {"not_applicable": f"throughput is measured from {least} steps on"}
             interval = {"first_step": absent, "last_step": absent}
         record.effective.interval = type(record.effective.interval).model_validate(interval)
+        self._write_record()
+
+    def let_go(self) -> str | None:
+        """Frees the run's folder and lets the tracker finish; returns what that still owes."""
         self._journal.close()
-        write_record(record, self._folder)
-        return self._tracker.finish(record)
+        # Where no end could be recorded, the free folder tells that the run is over.
+        release_run(self._folder)
+        return self._tracker.finish(self.record)
+
+    def _write_record(self) -> None:
+        with storing(self._folder / RECORD):
+            write_record(self.record, self._folder)
 
 
 @dataclass(frozen=True)
@@ -343,14 +383,6 @@ class RunOutcome:
 def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     """MLflow, at the spec's address or in the store."""
     return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment)
-
-
-def recorded(spec: RunSpec) -> dict[str, Any]:
-    """The resolved spec as a record holds it: without the credentials of a tracking address."""
-    document = spec.model_dump(mode="json")
-    if spec.tracking.uri:
-        document["tracking"]["uri"] = redact(spec.tracking.uri)
-    return document
 
 
 def _now() -> str:

@@ -23,7 +23,9 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+            # What is ignored from outside (nohup, a shell's background job) stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -32,7 +34,12 @@ class StopRequests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
+        self.restore()
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them before; more than once is fine."""
+        while self._before:
+            number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def check(self) -> None:
@@ -41,6 +48,7 @@ class StopRequests:
             raise InterruptedRunError(self.number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None and number == signal.SIGINT:
+        if self.number is None:
+            self.number = number
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.number = number
