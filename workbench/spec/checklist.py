@@ -220,7 +220,11 @@ TAGS: tuple[tuple[str, Tag], ...] = (
             unless=("schedule.warmup_steps",),
         ),
     ),
-    ("effective.optimizer.groups_sha256", _judged("optimizer", "model.*", "optimizer.*")),
+    # The groups list every tensor with its shape, the embedding's among them.
+    (
+        "effective.optimizer.groups_sha256",
+        _judged("optimizer", "model.*", "optimizer.*", _TOKENIZER),
+    ),
     ("effective.precision.compute_dtype", _judged("precision")),
     ("effective.precision.matmul", _judged("precision", "effective.precision.compute_dtype")),
     ("effective.precision.master_dtype", _judged("precision")),

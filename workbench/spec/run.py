@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -239,7 +240,19 @@ class RunSpec(Section):
 
 def spec_hash(spec: RunSpec) -> str:
     """SHA-256 over the resolved spec: one number, one hash, however it was written in the file."""
-    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return document_hash(spec.model_dump(mode="json"))
+
+
+def document_hash(document: Mapping[str, Any]) -> str:
+    """`spec_hash` of a resolved spec as a record holds it.
+
+    `tracking.uri` counts as null: a record holds it without its credentials, and the hash must be
+    one that can be checked there.
+    """
+    tracking = document.get("tracking")
+    if isinstance(tracking, Mapping):
+        document = {**document, "tracking": {**tracking, "uri": None}}
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
