@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from workbench.compare.facts import facts_of_record
-from workbench.spec.run import RunSpec
+from workbench.spec.run import RunSpec, document_hash
 from workbench.track.journal import Journal, columns
 from workbench.track.record import RunRecord, write_record
 
@@ -23,6 +25,8 @@ STEPS, EVERY, TOKENS_PER_STEP = 250, 50, 4096
 TOTAL = STEPS * TOKENS_PER_STEP
 SETS = ("train_split", "held_out")
 DOCUMENTS = 12
+LENGTHS = np.random.default_rng(0).integers(200, 2_000, DOCUMENTS)  # scored tokens
+BYTES_PER_TOKEN = 4
 
 
 def sha(text: str) -> str:
@@ -42,7 +46,7 @@ def full_spec(**changes: Any) -> dict[str, Any]:
         },
         "tokenizer": {"name": "file", "path": "ranks.tiktoken"},
         "data": {"dataset": "text", "text_file": "text/*.txt"},
-        "training": {"compile": True},
+        "training": {"compile": True, "precision": "bf16"},
         "schedule": {"warmup_steps": 12},
         "tracking": {"uri": "http://localhost:5000", "tags": {"team": "a"}},
     }
@@ -51,14 +55,25 @@ def full_spec(**changes: Any) -> dict[str, Any]:
     return RunSpec.model_validate(spec).model_dump(mode="json")
 
 
-def full_effective() -> dict[str, Any]:
+def documents(name: str) -> list[str]:
+    """The content hashes of an evaluation set."""
+    return [sha(f"{name} {index}") for index in range(DOCUMENTS)]
+
+
+def set_of_documents(name: str, *last: str) -> str:
+    """The identity of an evaluation set, its last documents replaced by these."""
+    kept = documents(name)[: DOCUMENTS - len(last)]
+    return hashlib.sha256(bytes.fromhex("".join([*kept, *map(sha, last)]))).hexdigest()
+
+
+def full_effective(steps: int = STEPS) -> dict[str, Any]:
     evaluated = {
         name: {
-            "sha256": sha(name),
+            "sha256": set_of_documents(name),
             "documents": DOCUMENTS,
             "unit": "document",
-            "scored_tokens": 48_000,
-            "bytes": 200_000,
+            "scored_tokens": int(LENGTHS.sum()),
+            "bytes": int(LENGTHS.sum()) * BYTES_PER_TOKEN,
             "context": "windows of 1024 from the end-of-document id",
         }
         for name in SETS
@@ -105,7 +120,7 @@ def full_effective() -> dict[str, Any]:
             "parallel": "one process",
         },
         "evaluation": evaluated,
-        "interval": {"first_step": 11, "last_step": STEPS},
+        "interval": {"first_step": 11, "last_step": steps},
         "code": {
             "package_sha256": sha("code"),
             "version": "0.1.0",
@@ -132,20 +147,22 @@ def points(steps: int = STEPS, per_step: int = TOKENS_PER_STEP, every: int = EVE
 
 def full_record(name: str = "a", **changes: Any) -> RunRecord:
     """A finished run's record; `changes` replaces its own top-level fields."""
+    spec = changes.get("spec", full_spec())
+    steps = spec["training"]["steps"]
     document = {
         "id": sha(name)[:32],
         "name": name,
         "status": "FINISHED",
         "started": "2026-05-01T10:00:00+00:00",
         "ended": "2026-05-01T11:30:00+00:00",
-        "spec": full_spec(),
-        "spec_sha256": sha("spec"),
-        "effective": full_effective(),
-        "points": points(),
+        "spec": spec,
+        "spec_sha256": document_hash(spec),
+        "effective": full_effective(steps),
+        "points": points(steps),
         "results": {"tokens_per_s": 1500.0, "seconds": 5400.0, "peak_memory_bytes": 3_600_000_000},
         "provenance": {"command": f"run experiments/{name}.yaml", "python": "3.12.3"},
         "tokens_per_step": TOKENS_PER_STEP,
-        "total_tokens": TOTAL,
+        "total_tokens": steps * TOKENS_PER_STEP,
     }
     return RunRecord.model_validate(copy.deepcopy({**document, **changes}))
 
@@ -166,7 +183,8 @@ def write_run(
     per_step = record.tokens_per_step
     steps = record.total_tokens // per_step
     evaluated = {point.step: point.tokens for point in record.points}
-    for step in sorted({*range(10, steps + 1, 10), *evaluated}):
+    every = record.run_spec.telemetry.log_steps
+    for step in sorted({1, *range(every, steps + 1, every), *evaluated}):
         tokens = step * per_step
         level = 5.0 + 5.0 * math.exp(-tokens / 3e5)
         row: dict[str, Any] = {"step": step, "tokens": tokens}
@@ -188,22 +206,33 @@ def _scores(
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    lengths = np.random.default_rng(0).integers(200, 2_000, DOCUMENTS)
     noise = np.random.default_rng([seed, step]).normal(0, spread, (len(SETS), DOCUMENTS))
     table: dict[str, list[Any]] = {key: [] for key in ("set", "document", "tokens", "bytes")}
     table["nll_sum"] = []
     scores = {}
     for index, name in enumerate(SETS):
         per_token = level + 0.1 * index + (shift + noise[index] if step else 0)
-        sums = per_token * lengths
+        sums = per_token * LENGTHS
         table["set"] += [name] * DOCUMENTS
-        table["document"] += [sha(f"{name} {i}") for i in range(DOCUMENTS)]
-        table["tokens"] += [int(n) for n in lengths]
-        table["bytes"] += [int(n) * 4 for n in lengths]
+        table["document"] += documents(name)
+        table["tokens"] += [int(n) for n in LENGTHS]
+        table["bytes"] += [int(n) * BYTES_PER_TOKEN for n in LENGTHS]
         table["nll_sum"] += [float(value) for value in sums]
-        nll = float(sums.sum() / lengths.sum())
-        scores[name] = nll, nll / math.log(2) / 4
+        nll = float(sums.sum() / LENGTHS.sum())
+        scores[name] = nll, nll / math.log(2) / BYTES_PER_TOKEN
     path = folder / "evaluations" / f"step_{step:08d}.parquet"
     path.parent.mkdir(exist_ok=True)
     parquet.write_table(pa.table(table), path)
     return scores
+
+
+@contextmanager
+def changed_table(path: Path) -> Iterator[dict[str, list[Any]]]:
+    """The columns of a parquet file, written back as they were left."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(path) as file:
+        table = file.read().to_pydict()
+    yield table
+    parquet.write_table(pa.table(table), path)

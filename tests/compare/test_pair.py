@@ -8,14 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import TOTAL, full_effective, full_record, full_spec, points, sha, write_run
+from fake_runs import (
+    TOTAL,
+    changed_table,
+    full_effective,
+    full_record,
+    full_spec,
+    points,
+    set_of_documents,
+    sha,
+    write_run,
+)
 
 from workbench.compare import Comparison, check_specs, compare_runs, render_check, render_terminal
 from workbench.compare.pair import refusing
 from workbench.errors import UserError
 from workbench.spec.checklist import CLAIMS, RULES, RULESET_VERSION
 from workbench.spec.run import RunSpec
-from workbench.track.record import RunRecord
+from workbench.track.record import write_record
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +44,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "same": {},
         "mha": {"spec": mha},
         "seed": {"spec": full_spec(seed=43), "points": _points("another order")},
-        "long": {
-            "spec": full_spec(training={"steps": 375}, schedule={"decay": "constant"}),
-            "points": points(375),
-            "total_tokens": 375 * 4096,
-        },
+        "long": {"spec": full_spec(training={"steps": 375}, schedule={"decay": "constant"})},
         "constant": {"spec": full_spec(schedule={"decay": "constant"})},
         "sparse": {"points": points(every=1000), "spec": full_spec(evaluation={"eval_steps": 0})},
-        "elsewhere": {"points": points(245, every=49)[1:]},
+        "elsewhere": {
+            "spec": full_spec(
+                training={"steps": 245},
+                evaluation={"eval_steps": 49},
+                schedule={"decay": "constant"},
+            ),
+            "points": points(245, every=49)[1:],
+        },
         "telemetry": {"spec": full_spec(telemetry={"log_steps": 5})},
         "tokenizer": {"effective": effective("tokenizer", sha256=sha("other ranks"))},
         "killed": {"status": "KILLED", "effective": effective("budget", finished=False)},
@@ -108,7 +121,7 @@ def test_the_training_stream_is_the_mean_of_the_last_twenty_rows(runs: Path) -> 
     comparison = compared(runs, "base", "same")
     assert comparison.results is not None
     rows = [value for value in comparison.metrics[0]["train/nll"] if value is not None]
-    assert len(rows) == 25
+    assert len(rows) == 26
     assert comparison.results.numbers["train/nll"].a == pytest.approx(sum(rows[-20:]) / 20)
 
 
@@ -129,16 +142,22 @@ def test_another_point_is_named_with_at(runs: Path) -> None:
 
 
 def test_runs_that_never_meet_are_refused_by_budget_alone(runs: Path) -> None:
-    comparison = compared(runs, "base", "elsewhere")
+    comparison = compared(runs, "constant", "elsewhere")
     assert comparison.at is None
     assert comparison.results is None
-    assert refusing(comparison.judgement) == {"nll": "budget", "bpb": "budget"}
+    assert refusing(comparison.judgement) == {
+        "nll": "budget",
+        "bpb": "budget",
+        "throughput": "interval",
+    }
     (budget,) = [rule for rule in comparison.to_json()["rules"] if rule["rule"] == "budget"]
     assert budget["outcome"] == "missing"
     assert "common evaluation point" in budget["why"]
     # No treatment makes two runs comparable that never stood at one token count.
-    assert compared(runs, "base", "elsewhere", treatment=["training.steps"]).verdict == "refused"
-    allowed = compared(runs, "base", "elsewhere", allow={"budget": "only the diff"})
+    assert (
+        compared(runs, "constant", "elsewhere", treatment=["training.steps"]).verdict == "refused"
+    )
+    allowed = compared(runs, "constant", "elsewhere", allow={"budget": "only the diff"})
     assert allowed.verdict == "flagged"
     assert allowed.results is None
 
@@ -175,11 +194,15 @@ def test_a_folder_without_a_record_is_an_error(runs: Path, tmp_path: Path) -> No
 
 
 def test_a_record_with_values_that_no_rule_knows_is_an_error(runs: Path, tmp_path: Path) -> None:
-    document = full_record("future").model_dump(mode="json")
-    document["effective"]["budget"]["novelty"] = 1
-    document["spec"]["training"]["novelty_of_spec"] = 1  # falls under `training.*`
-    folder = write_run(tmp_path / "future", RunRecord.model_validate(document))
+    effective = full_effective()
+    effective["budget"]["novelty"] = 1
+    folder = write_run(tmp_path / "future", full_record("future", effective=effective))
     with pytest.raises(UserError, match=r"effective\.budget\.novelty"):
+        compare_runs(runs / "base", folder)
+    spec = full_spec()
+    spec["training"]["novelty"] = 1  # falls under `training.*`
+    write_record(full_record("future", spec=spec), folder)
+    with pytest.raises(UserError, match=r"spec\.training\.novelty.*version of workbench"):
         compare_runs(runs / "base", folder)
     newer = write_run(tmp_path / "newer", full_record("newer", schema_version=99))
     with pytest.raises(UserError, match="newer version"):
@@ -270,10 +293,17 @@ def test_results_follow_the_promised_shape(runs: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_words(tmp_path: Path, runs: Path) -> None:
     folder = write_run(tmp_path / "inf", full_record("inf"), shift=math.inf)
-    document = compare_runs(runs / "base", folder).to_json()
+    comparison = compare_runs(runs / "base", folder, allow={"evaluation": "to see them"})
+    document = comparison.to_json()
     json.dumps(document, allow_nan=False)
+    for name in ("held_out/nll", "held_out/bits_per_byte", "held_out/perplexity", "train/nll"):
+        assert isinstance(document["results"][name]["a"], float)
+        assert document["results"][name]["difference"] is None
     assert document["results"]["held_out/nll"]["b"] == "Infinity"
     assert document["results"]["held_out/nll"]["documents"] is None
+    text = " ".join(render_terminal(comparison).split())
+    assert "there is no difference, because not both are finite" in text
+    assert "higher" not in text
 
 
 def test_metrics_are_not_read_for_a_refused_pair(tmp_path: Path, runs: Path) -> None:
@@ -292,19 +322,20 @@ def test_an_evaluation_without_document_scores_has_no_interval(tmp_path: Path, r
     document = comparison.to_json()["results"]["held_out/nll"]
     assert document["documents"] is None
     assert document["difference"] == pytest.approx(0.01, abs=0.003)
-    assert "no interval" in render_terminal(comparison)
+    said = " ".join(render_terminal(comparison).split())
+    assert "no interval over documents: bare has no evaluations/step_00000250.parquet" in said
 
 
 def test_other_documents_are_never_paired(tmp_path: Path, runs: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    folder = write_run(tmp_path / "renamed", full_record("renamed"), shift=0.01)
+    effective = full_effective()
+    effective["evaluation"]["held_out"]["sha256"] = set_of_documents("held_out", "another document")
+    folder = write_run(tmp_path / "renamed", full_record("renamed", effective=effective))
     for path in (folder / "evaluations").iterdir():
-        table = parquet.ParquetFile(path).read().to_pydict()
-        table["document"][-1] = sha("another document")
-        parquet.write_table(pa.table(table), path)
-    numbers = compare_runs(runs / "base", folder).to_json()["results"]
+        with changed_table(path) as table:
+            table["document"][-1] = sha("another document")
+    assert compare_runs(runs / "base", folder).verdict == "refused"
+    allowed = {"evaluation": "one document of twelve"}
+    numbers = compare_runs(runs / "base", folder, allow=allowed).to_json()["results"]
     assert numbers["held_out/nll"]["documents"] is None
     assert numbers["train_split/nll"]["documents"] is not None
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from workbench.compare import Comparison, compare_runs, write_report
 from workbench.compare.markdown import WIDTH, block, code, table, text
-from workbench.compare.numbers import write, written
+from workbench.compare.numbers import write, write_interval, written
 from workbench.compare.plots import draw
 from workbench.compare.report import render_markdown
 from workbench.compare.results import Documents, Number
@@ -306,7 +306,12 @@ def test_numbers_have_as_many_digits_as_mean_something() -> None:
     assert write("parameters/total", 99_487_680) == "99,487,680"
     assert write("peak_memory_bytes", 3.6e9) == "3.60 GB"
     assert write("x", None) == "-"
-    assert write("x", float("nan")) == "nan"
+    assert write("x", float("nan")) == "NaN"
+    assert write("tokens", 5, sign=True) == "+5"
+    for name in ("x", "parameters/total", "peak_memory_bytes", "tokens_per_s", "x/perplexity"):
+        for tiny in (0.0, -0.0, 1e-9, -1e-9):
+            assert not write(name, tiny, sign=True).startswith(("+", "-"))
+    assert write_interval((-1e-9, 1e-9), 6) == "[0.000000, 0.000000]"
 
 
 def test_figures_of_bits_per_byte_where_nll_is_refused(tmp_path: Path, runs: Path) -> None:

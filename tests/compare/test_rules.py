@@ -451,7 +451,7 @@ def test_beyond_the_treatment_every_difference_keeps_its_effect() -> None:
         ("seed", {"seed": 43, "effective.data.order_digest": "other"}),
         (
             "training.precision",
-            {"training.precision": "bf16", "effective.precision.compute_dtype": "float32"},
+            {"training.precision": "fp32", "effective.precision.compute_dtype": "float32"},
         ),
         ("optimizer.lr", {"optimizer.lr": 1e-3, "effective.budget.lr_trace": "other"}),
         ("optimizer", {"optimizer.lr": 1e-3, "optimizer.eps": 1e-6}),
@@ -570,7 +570,7 @@ def test_what_is_not_yet_known_follows_what_differs() -> None:
 
 
 def test_a_request_whose_result_is_not_yet_known_is_pointed_out() -> None:
-    asked = {"training.precision": "bf16"}
+    asked = {"training.precision": "fp32"}
     judgement = judge(spec_facts(), spec_facts(**asked), mode="specs")
     leaf = next(
         leaf

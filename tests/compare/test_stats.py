@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.compare.results import document_sums
+from workbench.compare.scores import read_scores
 from workbench.compare.stats import document_interval
 from workbench.errors import UserError
 
@@ -76,15 +76,16 @@ def test_a_text_that_stands_twice_is_one_cluster(tmp_path: Path) -> None:
         "nll_sum": [1.5, 2.0, 9.0],
     }
     parquet.write_table(pa.table(table), path)
-    sums = document_sums(path, "held_out")
-    assert sums is not None
+    scores = read_scores(path)
+    assert scores is not None
+    sums = scores["held_out"].clusters()
     assert list(sums) == ["x"]
     assert sums["x"][[0, 2]].tolist() == [5.0, 3.5]
     assert math.isnan(sums["x"][1])  # bytes that are not known make no bits per byte
 
 
 def test_scores_that_cannot_be_read_are_an_error_and_absent_ones_are_not(tmp_path: Path) -> None:
-    assert document_sums(tmp_path / "none.parquet", "held_out") is None
+    assert read_scores(tmp_path / "none.parquet") is None
     (tmp_path / "bad.parquet").write_text("no table")
     with pytest.raises(UserError, match=r"bad\.parquet"):
-        document_sums(tmp_path / "bad.parquet", "held_out")
+        read_scores(tmp_path / "bad.parquet")

@@ -30,6 +30,9 @@ POINT_LEAVES = (
     "effective.data.order_digest",
 )
 
+# What is added for a set whose NLL at that point is not finite: null, a fact that is not known.
+FINITE = "finite_nll"
+
 _NO_POINT = {"not_applicable": "the runs have no evaluation point in common"}
 _NO_DECAY = {"not_applicable": "the learning rate is constant after warm-up"}
 _NOT_EVALUATED = {"not_applicable": "this run does not evaluate the set"}
@@ -165,7 +168,7 @@ def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield section, value
 
 
-def _decay_tokens(facts: Facts, total_tokens: int) -> Any:
+def _decay_tokens(facts: Facts, total_tokens: int | None) -> Any:
     return _NO_DECAY if facts.get("schedule.decay") == "constant" else total_tokens
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 
 from workbench.compare.results import Number
+from workbench.track.record import strict
 
 _COUNTS = ("parameters/total", "parameters/active", "tokens")
 
@@ -12,7 +14,8 @@ _COUNTS = ("parameters/total", "parameters/active", "tokens")
 def written(name: str, number: Number) -> tuple[str, str, str, str]:
     """First value, second value, their difference, the interval over documents; `-` for none."""
     digits = decimals(number)
-    size = max((abs(value) for value in (number.a, number.b) if value is not None), default=0.0)
+    known = [abs(value) for value in (number.a, number.b) if value is not None]
+    size = max(filter(math.isfinite, known), default=0.0)
     values = [write(name, value, digits, size=size) for value in (number.a, number.b)]
     difference = write(name, number.difference, digits, size=size, sign=True)
     interval = "-"
@@ -29,21 +32,27 @@ def write(
         return "-"
     plus = "+" if sign else ""
     if not math.isfinite(value):
-        return str(value)
+        return str(strict(value))
     if name in _COUNTS:
-        return f"{round(value):{plus},}"
+        return _unsigned_zero(f"{round(value):{plus},}")
     if name == "peak_memory_bytes":
-        return f"{value / 1e9:{plus}.2f} GB"
+        return _unsigned_zero(f"{value / 1e9:{plus}.2f} GB")
     if name == "tokens_per_s":
-        return f"{value:{plus},.{0 if size >= 100 else 2}f}"
+        return _unsigned_zero(f"{value:{plus},.{0 if size >= 100 else 2}f}")
     if name.endswith("/perplexity"):
-        return f"{value:{plus},.{2 if size < 1000 else 0}f}"
-    return f"{value:{plus}.{digits}f}"
+        return _unsigned_zero(f"{value:{plus},.{2 if size < 1000 else 0}f}")
+    return _unsigned_zero(f"{value:{plus}.{digits}f}")
 
 
 def write_interval(interval: tuple[float, float], digits: int = 4) -> str:
     """An interval with its ends signed."""
-    return f"[{interval[0]:+.{digits}f}, {interval[1]:+.{digits}f}]"
+    low, high = (_unsigned_zero(f"{end:+.{digits}f}") for end in interval)
+    return f"[{low}, {high}]"
+
+
+def _unsigned_zero(written: str) -> str:
+    """A number that is zero to the digits shown has no sign."""
+    return written if re.search("[1-9]", written) else written.lstrip("+-")
 
 
 def decimals(number: Number) -> int:

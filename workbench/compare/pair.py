@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.compare.facts import Facts, facts_of_record, facts_of_spec
-from workbench.compare.results import Results, RunData, results_of
+from workbench.compare.evidence import check_record
+from workbench.compare.facts import EVALUATION, FINITE, Facts, facts_of_record, facts_of_spec
+from workbench.compare.measurements import RunData, read_run
+from workbench.compare.results import Results, evaluated_sets, measured_at, results_of
 from workbench.compare.rules import Judgement, Ruling, Verdict, check_claims, judge
 from workbench.compare.words import remedy, why
 from workbench.errors import UserError
 from workbench.spec.checklist import CLAIMS, Claim
 from workbench.spec.run import RunSpec
-from workbench.track.journal import read_metrics
 from workbench.track.record import SCHEMA_VERSION, Point, RunRecord, Status, read_record, strict
 
 
@@ -143,7 +145,8 @@ def compare_runs(
 
     Raises:
         UserError: a folder holds no run record, a run is compared with itself or still going, an
-            option names nothing, `at` is no common point, or the metrics are damaged.
+            option names nothing, `at` is no common point, or record, metrics and scores are damaged
+            or contradict one another.
     """
     asked = check_claims(claims)
     folders = Path(a), Path(b)
@@ -155,6 +158,8 @@ def compare_runs(
         for name, folder, record, status in zip(labels, folders, records, given, strict=True)
     )
     _check_sides(first, second)
+    for folder, record in zip(folders, records, strict=True):
+        check_record(folder, record)
 
     points = [_points(side.record) for side in (first, second)]
     common = tuple(sorted(points[0].keys() & points[1].keys()))
@@ -172,15 +177,18 @@ def compare_runs(
         first, second, judgement, asked, facts, tokens, at is not None, common, None
     )
     # A pair that is refused for everything it was asked for has no numbers at all.
-    if tokens is not None and any(judgement.claims[claim] != "refused" for claim in asked):
-        metrics = tuple(read_metrics(folder / "metrics.csv") for folder in folders)
-        data = [
-            RunData(side.folder, side.record, columns)
-            for side, columns in zip((first, second), metrics, strict=True)
-        ]
-        results = results_of(data[0], data[1], tokens, refusing(judgement))
-        comparison = replace(comparison, results=results, metrics=metrics)
-    return comparison
+    if tokens is None or not _permits(judgement, asked):
+        return comparison
+    a_data, b_data = (read_run(side.folder, side.record) for side in (first, second))
+    unknown = _not_finite(a_data, b_data, tokens)
+    if any(unknown):
+        facts = {**facts[0], **unknown[0]}, {**facts[1], **unknown[1]}
+        judgement = judge(*facts, treatment=treatment, allow=allow)
+        comparison = replace(comparison, judgement=judgement, facts=facts)
+        if not _permits(judgement, asked):
+            return comparison
+    results = results_of(a_data, b_data, tokens, refusing(judgement))
+    return replace(comparison, results=results, metrics=(a_data.metrics, b_data.metrics))
 
 
 def check_specs(
@@ -270,6 +278,24 @@ def _check_sides(a: Side, b: Side) -> None:
         if side.status == "RUNNING":
             message = "this run is still going"
             raise UserError.at(str(side.folder), message, None, "a run that has ended")
+
+
+def _permits(judgement: Judgement, asked: Iterable[Claim]) -> bool:
+    """Whether any claim asked for may be looked at."""
+    return any(judgement.claims[claim] != "refused" for claim in asked)
+
+
+def _not_finite(a: RunData, b: RunData, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Facts of the sets whose NLL at the point compared is not finite in both: such a number is
+    not known, so that no claim can rest on it and no treatment explains it."""
+    facts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for name in evaluated_sets(a.metrics, b.metrics):
+        values = [measured_at(run, f"{name}/nll", tokens) for run in (a, b)]
+        finite = [value is None or math.isfinite(value) for value in values]
+        if not all(finite):
+            for side, known in zip(facts, finite, strict=True):
+                side[f"{EVALUATION}{name}.{FINITE}"] = True if known else None
+    return facts
 
 
 def _points(record: RunRecord) -> dict[int, Point]:

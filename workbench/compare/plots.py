@@ -5,6 +5,7 @@ Readable in grey and without telling colours apart: the runs differ in line styl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,8 @@ def _difference(comparison: Comparison, results: Results, score: str) -> Any:
                 linewidth=0,
                 label=f"95 % interval over {known[-1][1].n} documents, this seed",
             )
-        axes.plot(series.tokens, series.difference, color="black", marker="o", markersize=4)
+        drawn = [math.nan if value is None else value for value in series.difference]
+        axes.plot(series.tokens, drawn, color="black", marker="o", markersize=4)
         axes.set_title(_TITLES.get(name, name), fontsize=9)
         axes.set_xlabel("tokens trained on")
         if column == 0:
@@ -126,7 +128,7 @@ def _curves(comparison: Comparison, results: Results, score: str) -> Any:
         panels["train"] = [_train(metrics, comparison.at) for metrics in comparison.metrics]
     curves = series_of(results, score)
     for name, series in reversed(curves.items()):
-        panels[name] = [(series.tokens, series.a), (series.tokens, series.b)]
+        panels[name] = [(series.tokens, values) for values in (series.a, series.b)]
     figure = _figure(3.2 * len(panels) + 0.6, 3.6)
     shared = None
     for column, (name, pair) in enumerate(panels.items()):

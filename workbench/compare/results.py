@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from workbench.compare.stats import DRAWS, Floats, document_interval
-from workbench.errors import UserError
+from workbench.compare.measurements import Metrics, RunData
+from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, scores_path
+from workbench.compare.stats import DRAWS, document_interval
 from workbench.spec.checklist import Claim
 from workbench.track.record import RunRecord
-
-Metrics = Mapping[str, Sequence[float | None]]
 
 BOOTSTRAP_SEED = 20_250
 BAND_DRAWS = 2_000  # of each point of a curve; the point compared takes `DRAWS`
@@ -38,7 +36,10 @@ class Documents:
 
 @dataclass(frozen=True)
 class Number:
-    """One measured number of both runs. `blank` says why it may not be shown."""
+    """One measured number of both runs.
+
+    `blank` says why it may not be shown, `no_interval` why it has no interval over documents.
+    """
 
     a: float | None
     b: float | None
@@ -47,11 +48,12 @@ class Number:
     documents: Documents | None = None
     what: str = ""
     blank: str | None = None
+    no_interval: str | None = None
 
     @property
     def difference(self) -> float | None:
-        """Second minus first; None where one of them was not measured."""
-        return None if self.a is None or self.b is None else self.b - self.a
+        """Second minus first; None where one of them was not measured or is not finite."""
+        return _minus(self.b, self.a)
 
     def to_json(self) -> dict[str, Any]:
         """The number as `wb compare --json` prints it."""
@@ -76,20 +78,12 @@ class Series:
     a: list[float] = field(default_factory=list)
     b: list[float] = field(default_factory=list)
     documents: list[Documents | None] = field(default_factory=list)
+    no_interval: list[str | None] = field(default_factory=list)
 
     @property
-    def difference(self) -> list[float]:
-        """Second minus first at each token count."""
-        return [b - a for a, b in zip(self.a, self.b, strict=True)]
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What the numbers are taken from: a run's folder, record and metrics."""
-
-    folder: Path
-    record: RunRecord
-    metrics: Metrics
+    def difference(self) -> list[float | None]:
+        """Second minus first at each token count; None where one of them is not finite."""
+        return [_minus(b, a) for a, b in zip(self.a, self.b, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -105,9 +99,6 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
 
     Args:
         refused: claim -> the rules that refuse it.
-
-    Raises:
-        UserError: per-document scores are there and cannot be read.
     """
     series: dict[str, Series] = {}
     numbers: dict[str, Number] = {}
@@ -125,7 +116,7 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
         if "nll" in refused:
             numbers[f"{name}/perplexity"] = _blank("1", "nll", refused["nll"], "exp of the NLL")
         else:
-            values = [_at(run.metrics, f"{name}/perplexity", tokens) for run in (a, b)]
+            values = [measured_at(run, f"{name}/perplexity", tokens) for run in (a, b)]
             numbers[f"{name}/perplexity"] = Number(
                 values[0], values[1], "1", "nll", what="exp of the NLL"
             )
@@ -140,70 +131,60 @@ def evaluated_sets(*metrics: Metrics) -> list[str]:
     return sorted(shared, key=lambda name: (not name.startswith("held_out"), name))
 
 
-def scores_path(folder: Path, step: int) -> Path:
-    """Where the per-document scores of an evaluation are kept."""
-    return folder / "evaluations" / f"step_{step:08d}.parquet"
-
-
-def document_sums(path: Path, name: str) -> dict[str, Floats] | None:
-    """Per document of one set: scored tokens, bytes, and summed NLL in nats. None: not kept.
-
-    Raises:
-        UserError: the file is there and is not a table of scores.
-    """
-    if not path.exists():
-        return None
-    import pyarrow.parquet as parquet
-
-    columns = ["set", "document", "tokens", "bytes", "nll_sum"]
-    try:
-        # Not `read_table`, which imports pandas.
-        with parquet.ParquetFile(path) as file:
-            table = file.read(columns=columns).to_pydict()
-    except Exception as error:  # pyarrow raises many kinds for a damaged file
-        raise UserError.at(str(path), f"not a table of document scores: {error}") from None
-    sums: dict[str, Floats] = {}
-    for owner, document, *row in zip(*(table[column] for column in columns), strict=True):
-        if owner == name:  # a text that stands in the set twice is one cluster
-            sums[document] = sums.get(document, np.zeros(3)) + np.array(row, dtype=np.float64)
-    return sums
+def measured_at(run: RunData, metric: str, tokens: int) -> float | None:
+    """A metric at an evaluation point; None where it was not measured there."""
+    found = _evaluations(run.metrics, metric).get(tokens)
+    return found[1] if found else None
 
 
 def _series(a: RunData, b: RunData, name: str, score: str, tokens: int, bands: bool) -> Series:
     metric = f"{name}/{score}"
     first, second = (_evaluations(run.metrics, metric) for run in (a, b))
+    points = [{point.tokens for point in run.record.points} for run in (a, b)]
     series = Series(SCORES[score])
-    for at in sorted(first.keys() & second.keys()):
+    for at in sorted(first.keys() & second.keys() & points[0] & points[1]):
         if at > tokens:
             break
         (step_a, value_a), (step_b, value_b) = first[at], second[at]
         series.tokens.append(at)
         series.a.append(value_a)
         series.b.append(value_b)
-        paths = scores_path(a.folder, step_a), scores_path(b.folder, step_b)
         draws = DRAWS if at == tokens else BAND_DRAWS
         wanted = bands or at == tokens
-        series.documents.append(_documents(paths, name, score, draws, at) if wanted else None)
+        found = _documents((a, step_a), (b, step_b), name, score, draws) if wanted else None
+        series.documents.append(found if isinstance(found, Documents) else None)
+        series.no_interval.append(found if isinstance(found, str) else None)
     return series
 
 
 def _documents(
-    paths: tuple[Path, Path], name: str, score: str, draws: int, tokens: int
-) -> Documents | None:
-    first, second = (document_sums(path, name) for path in paths)
-    if not first or not second or first.keys() != second.keys():
-        return None
+    a: tuple[RunData, int], b: tuple[RunData, int], name: str, score: str, draws: int
+) -> Documents | str:
+    """The interval over the documents that both runs scored at a step of each; or why not."""
+    absent = [
+        f"{run.record.name} has no {scores_path(run.folder, step).relative_to(run.folder)}"
+        for run, step in (a, b)
+        if step not in run.scores
+    ]
+    if absent:
+        return " and ".join(absent)
+    first, second = (run.scores[step][name].clusters() for run, step in (a, b))
+    if first.keys() != second.keys():
+        return "the runs scored other documents"
     rows_a = np.array([first[key] for key in sorted(first)])  # [D, (tokens, bytes, nll)]
     rows_b = np.array([second[key] for key in sorted(first)])
-    column = 0 if score == "nll" else 1
+    column = TOKENS if score == "nll" else BYTES
     if not np.array_equal(rows_a[:, column], rows_b[:, column]):
-        return None
+        return "the runs scored other parts of the documents"
     scale = 1.0 if score == "nll" else 1 / math.log(2)
     # A generator of its own for each point: the interval does not depend on the other points.
+    tokens = a[1] * a[0].record.tokens_per_step
     rng = np.random.default_rng([BOOTSTRAP_SEED, tokens])
-    difference = (rows_b[:, 2] - rows_a[:, 2]) * scale
+    difference = (rows_b[:, NLL_SUM] - rows_a[:, NLL_SUM]) * scale
     interval = document_interval(difference, rows_a[:, column], rng, draws=draws)
-    return Documents(len(first), interval) if interval else None
+    if interval is None:
+        return "there are fewer than two documents, or some that nothing can be drawn from"
+    return Documents(len(first), interval)
 
 
 def _evaluations(metrics: Metrics, metric: str) -> dict[int, tuple[int, float]]:
@@ -218,16 +199,25 @@ def _evaluations(metrics: Metrics, metric: str) -> dict[int, tuple[int, float]]:
     }
 
 
-def _at(metrics: Metrics, metric: str, tokens: int) -> float | None:
-    found = _evaluations(metrics, metric).get(tokens)
-    return found[1] if found else None
-
-
 def _number(series: Series, tokens: int, claim: Claim, what: str) -> Number:
     if not series.tokens or series.tokens[-1] != tokens:
         return Number(None, None, series.unit, claim, what=what)
-    documents = series.documents[-1]
-    return Number(series.a[-1], series.b[-1], series.unit, claim, documents, what)
+    return Number(
+        series.a[-1],
+        series.b[-1],
+        series.unit,
+        claim,
+        series.documents[-1],
+        what,
+        no_interval=series.no_interval[-1],
+    )
+
+
+def _minus(b: float | None, a: float | None) -> float | None:
+    """`b - a`; a number that is not finite has no difference from another."""
+    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+        return None
+    return b - a
 
 
 def _of_training(
@@ -265,7 +255,10 @@ def _train_nll(metrics: Metrics, tokens: int) -> float | None:
     values = [
         value for at, (_, value) in _evaluations(metrics, "train/nll").items() if at <= tokens
     ]
-    return statistics.fmean(values[-TRAIN_ROWS:]) if values else None
+    values = values[-TRAIN_ROWS:]
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.fmean(values) if values else None
 
 
 def _blank(unit: str, claim: Claim, rules: str, what: str) -> Number:

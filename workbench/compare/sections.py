@@ -41,8 +41,10 @@ def numbers(comparison: Comparison) -> str:
     for name, number in comparison.results.numbers.items():
         unit = "" if number.unit == "1" else f" ({number.unit})"
         rows.append([name, *written(name, number)])
-        blank = f" Blank here: {number.blank}." if number.blank else ""
-        notes.append(f"- {code(name)}{unit}: {text(number.what)}.{text(blank)}")
+        note = f" Blank here: {number.blank}." if number.blank else ""
+        if number.no_interval:
+            note = f" No interval: {number.no_interval}."
+        notes.append(f"- {code(name)}{unit}: {text(number.what)}.{text(note)}")
     head = ["number", "A", "B", "B - A", "95 % over documents"]
     return "\n".join([table(head, rows, numbers=4), "", *notes])
 

@@ -58,8 +58,9 @@ def main_number(comparison: Comparison) -> tuple[str, Number] | None:
         if claim in refusing(comparison.judgement):
             continue
         for name in _MAIN[claim]:
-            if name in numbers and numbers[name].difference is not None:
-                return name, numbers[name]
+            number = numbers.get(name)
+            if number is not None and number.a is not None and number.b is not None:
+                return name, number
     return None
 
 
@@ -71,6 +72,11 @@ def number_sentence(comparison: Comparison) -> str:
     name, number = found
     a, b, difference, _ = written(name, number)
     first, second = comparison.names
+    if number.difference is None:
+        return (
+            f"At {comparison.at:,} tokens the {name} is {a} in {first} and {b} in {second}: there"
+            " is no difference, because not both are finite."
+        )
     size = difference.lstrip("+-")
     unit = "" if name == "peak_memory_bytes" else f" {number.unit}"
     if difference.strip("+-0.,GB ") == "":
@@ -91,7 +97,7 @@ def interval_sentence(comparison: Comparison) -> str:
         return ""
     name, number = found
     if number.documents is None:
-        return "There is no interval over documents: their scores are not kept for both runs."
+        return f"There is no interval over documents: {number.no_interval}."
     units = "documents"
     interval = written(name, number)[3]
     return f"95 % interval over {number.documents.n:,} {units}, these two runs alone: {interval}."

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.compare.facts import same
+from workbench.compare.facts import FINITE, same, set_of
 from workbench.compare.rules import Judgement, Leaf, Ruling
 from workbench.spec.checklist import Claim
 
@@ -149,6 +149,8 @@ def remedy(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> str 
     general = _WORDING[ruling.rule].remedy.format(a=names[0], b=names[1])
     if ruling.rule == "model":
         return general
+    if ruling.counted and all(map(_not_finite, ruling.counted)):
+        return "compare at a point where both are finite (--at), or train again what diverged"
     counted = {leaf.path: leaf for leaf in ruling.counted}
     if (leaf := counted.get(_FINISHED)) and leaf.outcome == "differs":
         return "train both runs to their planned end"
@@ -228,6 +230,8 @@ def show_pair(a: Any, b: Any, width: int = 40) -> tuple[str, str]:
 
 def label(path: str) -> str:
     """What a leaf is called in a sentence."""
+    if (name := set_of(path)) and path.endswith(f".{FINITE}"):
+        return f"{name}/nll"
     return _LABELS.get(path, path.removeprefix("effective."))
 
 
@@ -252,19 +256,30 @@ def _pairs(leaves: Iterable[Leaf]) -> str:
     return "; ".join(parts)
 
 
+def _not_finite(leaf: Leaf) -> bool:
+    return set_of(leaf.path) is not None and leaf.path.endswith(f".{FINITE}")
+
+
 def _lacking(leaf: Leaf) -> str:
     if leaf.path == "effective.budget.tokens":
         return "at a common evaluation point: there is none"
+    if _not_finite(leaf):
+        return _which(leaf, "is not finite in either", "is not finite in")
+    return _which(leaf, "is not recorded in either", "is not recorded in")
+
+
+def _which(leaf: Leaf, in_both: str, in_one: str) -> str:
     if leaf.a is None and leaf.b is None:
-        return "is not recorded in either"
-    lacking = "the first" if leaf.a is None else "the second"
-    return f"is not recorded in {lacking}"
+        return in_both
+    return f"{in_one} {'the first' if leaf.a is None else 'the second'}"
 
 
 def _meaning(ruling: Ruling, wording: _Wording) -> str:
     if all(leaf.outcome == "missing" for leaf in ruling.counted):
         if ruling.counted[0].path == "effective.budget.tokens":
             return "nothing can be compared at equal tokens"
+        if all(map(_not_finite, ruling.counted)):
+            return "a number that is not finite has no difference from another"
         return "what is not known cannot be taken as equal"
     if any(leaf.path == _FINISHED for leaf in ruling.counted):
         return "an unfinished run has not had its budget"

@@ -1,0 +1,345 @@
+"""Real tiny runs, each another one in one way: the verdict, the rule that names it, the exit code.
+
+Every run is made when a test first asks for it, and once.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import tiny_spec, untracked_run, write_corpus
+
+from workbench import cli
+from workbench.compare import Comparison, compare_runs
+from workbench.run import recorded
+from workbench.spec.checklist import CLAIMS
+from workbench.spec.run import document_hash, spec_hash
+from workbench.track.record import read_record
+from workbench.track.store import Store
+
+STEPS, PER_STEP = 16, 4 * 32
+END = STEPS * PER_STEP
+
+# What a run changes in the base. Sixteen steps, so that throughput is measured.
+CHANGES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "again": {},
+    "seed": {"seed": 43},
+    "lr": {"optimizer": {"lr": 1e-3}},
+    "dense": {"model": {"mlp_type": "dense"}},
+    "bf16": {"training": {"precision": "bf16"}},
+    "split": {"training": {"batch_size": 2, "gradient_accumulation_steps": 2}},
+    "short_windows": {"training": {"batch_size": 8, "seq_len": 16}},
+    "longer": {"training": {"steps": 2 * STEPS}},
+    "often": {"evaluation": {"eval_steps": 4}},
+    "eval_documents": {"evaluation": {"eval_documents": 3}},
+    "held_out_only": {"evaluation": {"sets": ["held_out"]}},
+    "telemetry": {"telemetry": {"log_steps": 2}},
+    "order": {"data": {"order": "sequential"}},
+    "ratio": {"data": {"held_out_ratio": 0.4}},
+    "ranks": {"tokenizer": {"name": "file"}},
+    "link": {"data": {"text_file": "link.txt"}},
+    "copy": {"data": {"text_file": "copy.txt"}},
+    "other_text": {"data": {"text_file": "other.txt"}},
+    "random": {"data": {"dataset": "random"}, "evaluation": {"eval_documents": 2}},
+    "more_random": {"data": {"dataset": "random"}, "evaluation": {"eval_documents": 2}},
+}
+
+
+class Runs:
+    """A store whose runs are trained when they are first asked for."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.store = home, Store(home / "mlruns")
+        corpus = write_corpus(home / "corpus.txt")
+        (home / "link.txt").symlink_to(corpus)
+        (home / "copy.txt").write_bytes(corpus.read_bytes())
+        (home / "other.txt").write_text(corpus.read_text().replace("river", "brook", 1))
+        single = [bytes([byte]) for byte in range(256)]
+        ranks = [*single, b" t", b"he", b" the", b"ee"]
+        lines = [b"%s %d\n" % (base64.b64encode(one), rank) for rank, one in enumerate(ranks)]
+        (home / "ranks.tiktoken").write_bytes(b"".join(lines))
+
+    def __call__(self, name: str) -> Path:
+        folder = self.store.path_of(name)
+        if folder.exists():
+            return folder
+        changes = {key: value for key, value in CHANGES[name].items() if key != "seed"}
+        base = {"training": {"steps": STEPS}, "evaluation": {"eval_steps": 8}}
+        if text := changes.get("data", {}).get("text_file"):
+            changes = changes | {"data": {"text_file": str(self.home / text)}}
+        if changes.get("data", {}).get("dataset") == "random":
+            unset = ("text_file", "text_unit", "held_out_ratio", "order")
+            changes = changes | {"data": {"dataset": "random", **dict.fromkeys(unset)}}
+        if name == "ranks":
+            changes = {"tokenizer": {"name": "file", "path": str(self.home / "ranks.tiktoken")}}
+        laid = {key: base.get(key, {}) | changes.get(key, {}) for key in base | changes}
+        spec = tiny_spec(self.home, name, CHANGES[name].get("seed", 42), **laid)
+        return untracked_run(spec, self.store).folder
+
+    def compare(self, b: str, a: str = "base", **options: Any) -> Comparison:
+        return compare_runs(self(a), self(b), **options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("real"))
+
+
+def refusing(comparison: Comparison, claim: str = "nll") -> list[str]:
+    """The rules that refuse a claim."""
+    rules = comparison.to_json()["rules"]
+    return [rule["rule"] for rule in rules if rule["effects"][claim] == "refuse"]
+
+
+def flagging(comparison: Comparison, claim: str = "nll") -> list[str]:
+    rules = comparison.to_json()["rules"]
+    return [rule["rule"] for rule in rules if rule["effects"][claim] == "flag"]
+
+
+def test_two_runs_of_one_spec_are_comparable_for_everything_and_equal(runs: Runs) -> None:
+    comparison = runs.compare("again", claims=CLAIMS)
+    assert comparison.verdict == "comparable"
+    numbers = comparison.to_json()["results"]
+    for name in ("held_out/nll", "train_split/nll", "held_out/bits_per_byte", "train/nll"):
+        assert numbers[name]["difference"] == 0
+        assert numbers[name]["winner"] is None
+    assert numbers["tokens_per_s"]["difference"] is not None
+
+
+# run -> the rules that refuse nll, and those that flag it, undeclared
+FOUND: dict[str, tuple[list[str], list[str]]] = {
+    "seed": (["seeds"], []),
+    "lr": (["optimizer"], []),
+    "dense": ([], ["model"]),
+    "bf16": (["precision"], []),
+    "split": ([], ["execution"]),
+    "short_windows": (["optimizer"], ["execution"]),
+    "longer": (["budget"], []),
+    "often": ([], []),
+    "eval_documents": (["evaluation"], []),
+    "held_out_only": (["evaluation"], []),
+    "telemetry": ([], []),
+    "order": (["data"], []),
+    "ratio": (["data", "evaluation"], []),
+    "ranks": (["tokenizer"], ["parameters"]),
+    "link": ([], []),
+    "copy": ([], []),
+    "other_text": (["data", "evaluation"], []),
+    "random": (["data", "evaluation"], []),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_rule_of_the_difference_and_no_other(runs: Runs, name: str) -> None:
+    comparison = runs.compare(name)
+    refuse, flag = FOUND[name]
+    assert (refusing(comparison), flagging(comparison)) == (refuse, flag)
+    back = compare_runs(runs(name), runs("base"))
+    assert back.judgement.claims == comparison.judgement.claims
+    exits = (3, 3) if refuse else (0, 1) if flag else (0, 0)
+    assert (comparison.exit_code(), comparison.exit_code(strict=True)) == exits
+    assert (comparison.results is None) == bool(refuse)
+
+
+# run -> a treatment that declares all of its difference
+DECLARED: dict[str, list[str]] = {
+    "seed": ["seed", "rule:seeds"],
+    "lr": ["optimizer.lr", "optimizer", "rule:optimizer"],
+    "bf16": ["training.precision", "training", "rule:precision"],
+    "split": ["training.batch_size", "rule:execution"],
+    "longer": ["training.steps", "training", "rule:budget"],
+    "order": ["data.order", "data", "rule:data"],
+    "eval_documents": ["evaluation.eval_documents", "evaluation", "rule:evaluation"],
+    "held_out_only": ["evaluation.sets", "evaluation", "rule:evaluation"],
+}
+PAIRS = [(name, treatment) for name, declared in DECLARED.items() for treatment in declared]
+
+
+@pytest.mark.parametrize(("name", "treatment"), PAIRS)
+def test_a_declared_treatment_is_studied(runs: Runs, name: str, treatment: str) -> None:
+    both = [treatment]
+    if (name, treatment) == ("split", "training.batch_size"):
+        both.append("training.gradient_accumulation_steps")
+    comparison = runs.compare(name, treatment=both)
+    assert comparison.verdict == "comparable", comparison.to_json()["rules"]
+    assert comparison.judgement.with_outcome("studied")
+    assert not comparison.judgement.inferred
+
+
+# run -> a treatment that does not declare it
+UNDECLARED = [
+    ("seed", "model"),
+    ("lr", "schedule"),
+    ("bf16", "rule:execution"),
+    ("order", "seed"),
+    ("eval_documents", "data"),
+    ("longer", "schedule"),
+    ("ratio", "data"),
+    ("other_text", "data"),
+]
+
+
+@pytest.mark.parametrize(("name", "treatment"), UNDECLARED)
+def test_another_treatment_excuses_nothing(runs: Runs, name: str, treatment: str) -> None:
+    assert runs.compare(name, treatment=[treatment]).verdict == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("seed", "seeds"),
+        ("lr", "optimizer"),
+        ("bf16", "precision"),
+        ("order", "data"),
+        ("eval_documents", "evaluation"),
+        ("longer", "budget"),
+        ("ranks", "tokenizer"),
+    ],
+)
+def test_an_allowance_flags(runs: Runs, name: str, rule: str) -> None:
+    comparison = runs.compare(name, allow={rule: "known"})
+    assert comparison.verdict == "flagged"
+    assert comparison.exit_code(strict=True) == 1
+    assert comparison.results is not None
+    other = "seeds" if rule != "seeds" else "optimizer"
+    assert runs.compare(name, allow={other: "not it"}).verdict == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "claim"),
+    [
+        ("telemetry", "telemetry", "throughput"),
+        ("split", "execution", "throughput"),
+        ("split", "execution", "memory"),
+        ("longer", "interval", "throughput"),
+        ("bf16", "precision", "memory"),
+    ],
+)
+def test_claims_of_speed_and_memory(runs: Runs, name: str, rule: str, claim: str) -> None:
+    refused = runs.compare(name, claims=[claim])
+    assert refused.verdict == "refused"
+    assert refusing(refused, claim) == [rule]
+    assert runs.compare(name, claims=[claim], allow={rule: "known"}).verdict == "flagged"
+    assert runs.compare(name, claims=[claim], treatment=[f"rule:{rule}"]).verdict == "comparable"
+
+
+def test_other_tokenizers_have_bits_per_byte_in_common(runs: Runs) -> None:
+    comparison = runs.compare("ranks", claims=["bpb"], treatment=["tokenizer"])
+    assert comparison.at is not None
+    assert refusing(comparison, "nll") == ["tokenizer"]
+    assert comparison.verdict == "flagged"  # by the parameters of a larger vocabulary
+    numbers = comparison.to_json()["results"]
+    assert numbers["held_out/bits_per_byte"]["difference"] is not None
+    assert numbers["held_out/bits_per_byte"]["documents"]["n"] > 2
+    assert numbers["held_out/nll"]["difference"] is None
+
+
+def test_what_a_tokenizer_brings_follows_it(runs: Runs) -> None:
+    leaves = {leaf.path for leaf in runs.compare("ranks").judgement.with_outcome("differs")}
+    assert leaves == {"effective.tokenizer.sha256", "effective.parameters.total"}
+
+
+def test_runs_meet_where_both_were_evaluated(runs: Runs) -> None:
+    comparison = runs.compare("often")
+    assert comparison.at == END
+    assert comparison.only == ([], [4 * PER_STEP, 12 * PER_STEP])
+    early = runs.compare("often", at=8 * PER_STEP)
+    assert early.at == 8 * PER_STEP
+    assert early.verdict == "comparable"
+    longer = runs.compare("longer", treatment=["training.steps"])
+    assert longer.at == END
+
+
+def test_random_ids_have_no_bits_per_byte(runs: Runs) -> None:
+    comparison = runs.compare("random", "more_random", claims=["bpb"])
+    numbers = comparison.to_json()["results"]
+    assert numbers["held_out/bits_per_byte"]["difference"] is None
+    assert numbers["held_out/nll"]["documents"] is not None
+
+
+# -- the command
+
+
+def wb(runs: Runs, capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """`wb compare --json` in this process: exit code and document."""
+    monkeypatch.setenv("WB_HOME", str(runs.store.home))
+    monkeypatch.setattr("workbench.compare.report.draw", lambda *_: [])
+    code = cli._guarded(["compare", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "verdict"),
+    [
+        (["base", "again"], 0, "comparable"),
+        (["base", "dense"], 0, "flagged"),
+        (["base", "dense", "--strict"], 1, "flagged"),
+        (["base", "lr"], 3, "refused"),
+        (["base", "lr", "--strict"], 3, "refused"),
+        (["base", "lr", "--treatment", "optimizer.lr", "--strict"], 0, "comparable"),
+        (["base", "lr", "--allow", "optimizer=a first look"], 0, "flagged"),
+        (["base", "telemetry", "--claim", "throughput", "--claim", "nll"], 3, "refused"),
+        (["base", "telemetry", "--claim", "memory"], 0, "flagged"),
+        (["base", "again", "--at", str(8 * PER_STEP)], 0, "comparable"),
+    ],
+)
+def test_exit_codes(
+    runs: Runs, capsys: Any, monkeypatch: Any, options: list[str], code: int, verdict: str
+) -> None:
+    for name in options[:2]:
+        runs(name)
+    found, document = wb(runs, capsys, monkeypatch, *options)
+    assert (found, document["verdict"]) == (code, verdict)
+    assert (document["results"] is None) == (verdict == "refused" and "--claim" not in options)
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        (["--at", "5"], "--at"),
+        (["--at", "0"], "--at"),
+        (["--treatment", "rule:nothing"], "--treatment"),
+        (["--treatment", "notes"], "--treatment"),
+        (["--claim", "speed"], "--claim"),
+        (["--allow", "seeds"], "--allow"),
+        (["--allow", "seed=x"], "--allow"),
+    ],
+)
+def test_wrong_options(
+    runs: Runs, capsys: Any, monkeypatch: Any, options: list[str], place: str
+) -> None:
+    runs("base"), runs("again")
+    code, document = wb(runs, capsys, monkeypatch, "base", "again", *options)
+    assert code == 2
+    assert document["error"]["place"] == place
+    assert document["error"]["allowed"]
+
+
+def test_a_damaged_run_is_exit_2_with_its_file(runs: Runs, capsys: Any, monkeypatch: Any) -> None:
+    CHANGES["damaged"] = {}
+    path = runs("damaged") / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    code, document = wb(runs, capsys, monkeypatch, "base", "damaged")
+    assert code == 2
+    assert document["error"]["place"] == f"{path}: step {STEPS}"
+    assert document["error"]["allowed"]
+
+
+# -- the record
+
+
+def test_the_hash_in_a_record_can_be_checked_there(runs: Runs, tmp_path: Path) -> None:
+    record = read_record(runs("base"))
+    assert document_hash(record.spec) == record.spec_sha256
+    secret = tiny_spec(tmp_path, tracking={"uri": "http://me:secret-word@localhost:1"})
+    document = json.loads(json.dumps(recorded(secret)))
+    assert "secret-word" not in json.dumps(document)
+    assert document_hash(document) == spec_hash(secret)
+    assert os.environ.get("MLFLOW_TRACKING_URI") is None

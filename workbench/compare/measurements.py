@@ -1,0 +1,225 @@
+"""What a run measured, read and checked: its metrics, its points and its scores must agree.
+
+`metrics.csv` is what the numbers of a comparison are taken from. A row that is missing, stands
+twice or was changed is found by what else the run left: the points of its record, the cadence of
+its spec, the columns that repeat a number, and the score of every document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.compare.evidence import UNTOUCHED
+from workbench.compare.scores import BYTES, TOKENS, SetScores, read_scores, scores_path
+from workbench.errors import UserError
+from workbench.spec.run import RunSpec
+from workbench.track.journal import legacy_cells, perplexity, read_metrics
+from workbench.track.record import NotApplicable, RunRecord, SetFacts, strict
+
+Metrics = Mapping[str, Sequence[float | None]]
+Scores = Mapping[str, SetScores]
+
+# Both numbers are one sum of the same float64 values; only the order of the sum may differ.
+RELATIVE = 1e-9
+_OVERFLOW = 709.0  # nats, from which on a perplexity is written as infinite
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the numbers are taken from: a run's folder, record, metrics, and the scores of every
+    evaluation (step -> evaluation set -> scores) whose file is there."""
+
+    folder: Path
+    record: RunRecord
+    metrics: Metrics
+    scores: Mapping[int, Scores]
+
+
+def read_run(folder: Path, record: RunRecord) -> RunData:
+    """The measurements of a run whose record has been checked.
+
+    Raises:
+        UserError: the metrics or the scores are missing, damaged, or contradict one another or the
+            record; names the file and the step.
+    """
+    path = folder / "metrics.csv"
+    metrics = read_metrics(path)
+    table = _Table(path, metrics)
+    lines = table.lines(record)
+    table.require_rows(record, lines)
+    table.check_repeats(lines)
+    _check_sets(table, record)
+    scores = {}
+    for point in record.points:
+        found = read_scores(scores_path(folder, point.step))
+        if found is not None:
+            scores[point.step] = found
+        for name, facts in record.effective.evaluation.items():
+            _check_numbers(table, lines[point.step], name, facts)
+            if found is not None:
+                file = scores_path(folder, point.step)
+                _check_scores(table, lines[point.step], file, name, found, facts)
+    _check_final(table, folder, record, lines)
+    return RunData(folder, record, metrics, scores)
+
+
+class _Table:
+    """`metrics.csv` with the place of every cell."""
+
+    def __init__(self, path: Path, metrics: Metrics) -> None:
+        self.path, self.metrics = path, metrics
+
+    def error(self, line: int, message: str, value: Any = None, allowed: str = "") -> UserError:
+        """What is wrong in a line (the first is 0, below the heads)."""
+        step = strict(self.metrics["step"][line])
+        step = f"{step:g}" if isinstance(step, float) else step
+        place = f"{self.path}:{line + 2}: step {step}"
+        return UserError.at(place, message, strict(value), allowed or UNTOUCHED)
+
+    def missing(self, step: int, why: str) -> UserError:
+        """That the row of a step is not there."""
+        message = f"there is no row of this step, which {why}"
+        return UserError.at(f"{self.path}: step {step}", message, None, UNTOUCHED)
+
+    def cell(self, name: str, line: int) -> float | None:
+        """A value; None where it, or its whole column, is not there."""
+        return self.metrics[name][line] if name in self.metrics else None
+
+    def lines(self, record: RunRecord) -> dict[int, int]:
+        """Step -> line. Steps increase, and every row stands where its tokens are."""
+        if "tokens" not in self.metrics:
+            raise UserError.at(str(self.path), "there is no column `tokens`", None, UNTOUCHED)
+        lines: dict[int, int] = {}
+        last, end = -1, record.run_spec.training.steps
+        for line, value in enumerate(self.metrics["step"]):
+            if value is None or not math.isfinite(value) or value != int(value):
+                raise self.error(line, "not a step", value, "a whole number")
+            step = int(value)
+            if step in lines:
+                raise self.error(line, "the row of this step stands twice", step, "once")
+            if step < last:
+                raise self.error(line, "steps must increase", step, f"above {last}")
+            if end and step > end:
+                raise self.error(line, "the run has no such step", step, f"at most {end}")
+            tokens, expected = self.metrics["tokens"][line], step * record.tokens_per_step
+            if tokens != expected:
+                message = "these are not the tokens of this step"
+                raise self.error(line, message, tokens, str(expected))
+            lines[step] = line
+            last = step
+        return lines
+
+    def require_rows(self, record: RunRecord, lines: Mapping[int, int]) -> None:
+        """Every point has its row, and so has every step that the spec logs."""
+        for point in record.points:
+            if point.step not in lines:
+                raise self.missing(point.step, "the record says was evaluated")
+        for step in _logged(record.run_spec, max(lines, default=0)):
+            if step not in lines:
+                raise self.missing(step, "the spec logs")
+            if self.cell("train/nll", lines[step]) is None:
+                raise self.error(lines[step], "there is no train/nll, which the spec logs")
+
+    def check_repeats(self, lines: Mapping[int, int]) -> None:
+        """Columns that repeat a number, or come from one, say what it says."""
+        known = {name.removesuffix("/nll") for name in self.metrics if name.endswith("/nll")}
+        for line in lines.values():
+            row = {name: column[line] for name, column in self.metrics.items()}
+            expected: dict[str, float | None] = dict(legacy_cells(row))
+            for name in known - {"train"}:
+                nll = row[f"{name}/nll"]
+                if nll is None or nll < _OVERFLOW:
+                    expected[f"{name}/perplexity"] = perplexity(nll)
+            for name, value in expected.items():
+                if name in row and not _agree(row[name], value):
+                    message = f"{name} is not what the other columns of its row make it"
+                    raise self.error(line, message, row[name], str(strict(value)))
+
+
+def _logged(spec: RunSpec, last: int) -> Iterator[int]:
+    """The steps up to `last` that a run of this spec writes a row for."""
+    log, evaluate = spec.telemetry.log_steps, spec.evaluation.eval_steps
+    for step in range(1, last + 1):
+        if step == 1 or step % log == 0 or (evaluate and step % evaluate == 0):
+            yield step
+
+
+def _check_sets(table: _Table, record: RunRecord) -> None:
+    """Every evaluation set of the metrics is in the record too, so that a rule judges it."""
+    found = {name.removesuffix("/nll") for name in table.metrics if name.endswith("/nll")}
+    found -= {"train", *record.effective.evaluation, *record.run_spec.evaluation.sets}
+    for name in sorted(found):
+        message = f"the record knows of no evaluation set {name}"
+        raise UserError.at(str(table.path), message, f"{name}/nll", UNTOUCHED)
+
+
+def _check_numbers(table: _Table, line: int, name: str, facts: SetFacts) -> None:
+    """The row of an evaluation has the numbers of a set: NLL, and bits per byte of its text."""
+    nll, bits = (table.cell(f"{name}/{score}", line) for score in ("nll", "bits_per_byte"))
+    if nll is None:
+        message = f"there is no {name}/nll, and the record says that it was evaluated here"
+        raise table.error(line, message)
+    if isinstance(facts.bytes, int) and facts.scored_tokens is not None:
+        expected = nll * facts.scored_tokens / math.log(2) / facts.bytes if facts.bytes else None
+        if not _agree(bits, expected):
+            message = f"{name}/bits_per_byte is not what its NLL makes it"
+            raise table.error(line, message, bits, str(strict(expected)))
+    elif isinstance(facts.bytes, NotApplicable) and bits is not None:
+        message = f"{name}/bits_per_byte was measured, and the record says that there are no bytes"
+        raise table.error(line, message, bits)
+
+
+def _check_scores(
+    table: _Table, line: int, path: Path, name: str, scores: Scores, facts: SetFacts
+) -> None:
+    """The scores are those of the set's documents, and their mean is the number in the row."""
+    if name not in scores:
+        message = f"there are no scores of {name}, which was evaluated"
+        raise UserError.at(str(path), message, ", ".join(scores) or None, UNTOUCHED)
+    _check_documents(path, name, scores[name], facts)
+    nll, mean = table.cell(f"{name}/nll", line), scores[name].nll
+    if not _agree(nll, mean):
+        message = f"{name}/nll is not that of the documents in {path.name}"
+        raise table.error(line, message, nll, str(strict(mean)))
+
+
+def _check_documents(path: Path, name: str, scores: SetScores, facts: SetFacts) -> None:
+    """The scored documents are those of the set in the record."""
+    found = {
+        "documents": len(scores.documents),
+        "scored_tokens": int(scores.rows[:, TOKENS].sum()),
+        "sha256": scores.sha256,
+    }
+    if isinstance(facts.bytes, int):
+        found["bytes"] = scores.rows[:, BYTES].sum()
+    for fact, value in found.items():
+        recorded = getattr(facts, fact)
+        if recorded is not None and value != recorded:
+            message = f"{fact} of {name} is not that of the record"
+            raise UserError.at(str(path), message, strict(value), str(recorded))
+
+
+def _check_final(table: _Table, folder: Path, record: RunRecord, lines: Mapping[int, int]) -> None:
+    """The final results are those of the last point."""
+    if not record.points:
+        return
+    line = lines[record.points[-1].step]
+    for name, value in record.results.final.items():
+        if name in table.metrics and not _agree(value, table.cell(name, line)):
+            place = f"{folder / 'run_config.json'}: results.final.{name}"
+            allowed = str(strict(table.cell(name, line)))
+            message = f"not what metrics.csv holds at step {record.points[-1].step}"
+            raise UserError.at(place, message, strict(value), allowed)
+
+
+def _agree(a: float | None, b: float | None) -> bool:
+    """Whether two values are one value; a NaN agrees with a NaN, and none with none."""
+    if a is None or b is None:
+        return a is b
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return math.isclose(a, b, rel_tol=RELATIVE)

@@ -1,0 +1,90 @@
+"""The score of every document, as an evaluation leaves them in its parquet file.
+
+M documents of a set, in the order of the set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from workbench.compare.evidence import UNTOUCHED
+from workbench.compare.stats import Floats
+from workbench.errors import UserError
+
+TOKENS, BYTES, NLL_SUM = range(3)
+_COLUMNS = ["set", "document", "tokens", "bytes", "nll_sum"]
+
+
+@dataclass(frozen=True)
+class SetScores:
+    """One evaluation set: content hashes of its documents [M], and `rows` [M, 3] with scored
+    tokens, bytes (NaN: there is no text) and summed NLL in nats."""
+
+    documents: tuple[str, ...]
+    rows: Floats
+
+    @property
+    def sha256(self) -> str | None:
+        """The identity of the set: SHA-256 over the hashes of its documents in order."""
+        try:
+            hashes = b"".join(map(bytes.fromhex, self.documents))
+        except ValueError:
+            return None
+        return hashlib.sha256(hashes).hexdigest()
+
+    @property
+    def nll(self) -> float:
+        """Nats per token: the sum of NLL over the sum of scored tokens."""
+        return float(self.rows[:, NLL_SUM].sum() / self.rows[:, TOKENS].sum())
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte; NaN where there is no text."""
+        return float(self.rows[:, NLL_SUM].sum() / math.log(2) / self.rows[:, BYTES].sum())
+
+    def clusters(self) -> dict[str, Floats]:
+        """Document -> its row [3]; a text that stands in the set twice is one cluster."""
+        sums: dict[str, Floats] = {}
+        for document, row in zip(self.documents, self.rows, strict=True):
+            sums[document] = sums.get(document, np.zeros(3)) + row
+        return sums
+
+
+def scores_path(folder: Path, step: int) -> Path:
+    """Where the per-document scores of an evaluation are kept."""
+    return folder / "evaluations" / f"step_{step:08d}.parquet"
+
+
+def read_scores(path: Path) -> dict[str, SetScores] | None:
+    """The scores of every set in a file. None: there is no such file.
+
+    Raises:
+        UserError: the file is there and is not a table of scores.
+    """
+    if not path.exists():
+        return None
+    import pyarrow.parquet as parquet
+
+    try:
+        # Not `read_table`, which imports pandas.
+        with parquet.ParquetFile(path) as file:
+            table = file.read(columns=_COLUMNS).to_pydict()
+        owners, documents, *numbers = (table[column] for column in _COLUMNS)
+        rows = np.array(numbers, dtype=np.float64).T.reshape(-1, 3)
+    except Exception as error:  # pyarrow raises many kinds for a damaged file
+        message = f"not a table of document scores: {error}"
+        raise UserError.at(str(path), message, None, UNTOUCHED) from None
+    counts = rows[:, TOKENS]
+    if wrong := counts[~(counts >= 0)].tolist():
+        message = "no document can have so many scored tokens"
+        raise UserError.at(str(path), message, wrong[0], "0 or more")
+    found: dict[str, SetScores] = {}
+    for name in dict.fromkeys(owners):
+        places = [place for place, owner in enumerate(owners) if owner == name]
+        found[name] = SetScores(tuple(str(documents[i]) for i in places), rows[places])
+    return found
