@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 
@@ -51,6 +55,39 @@ class StoreError(UserError):
     """The store could not be read or written: disk full, read-only, unreachable."""
 
     exit_code = 74
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns an operating system error into the StoreError of `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(path, error) from error
+
+
+def store_error(path: Path, error: OSError) -> StoreError:
+    """What could not be written or read, why, and how much room is left where it is full."""
+    message = f"the store cannot be used: {reason_of(error)}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message += f" ({_free_bytes(path)} bytes are free)"
+    elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        message += "; WB_HOME names another place"
+    return StoreError(Fault(str(path), message))
+
+
+def reason_of(error: OSError) -> str:
+    """The system's words for an error, as a part of a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
+def _free_bytes(path: Path) -> int | str:
+    for folder in (path, *path.parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            continue  # not there, or not to be looked at
+    return "an unknown number of"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

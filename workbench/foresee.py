@@ -63,7 +63,8 @@ def _planned_digest(spec: RunSpec, data: Data) -> str:
 def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
     """The numbers of `wb run --dry-run`: counts, tokens and the resolved spec."""
     cache = Path(store.home, "cache", "tiktoken")
-    vocab = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache).vocab_size
+    tokenizer = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache, keep=False)
+    vocab = tokenizer.vocab_size
     counts = count_parameters(spec.model, vocab)
     return {
         "name": spec.name,

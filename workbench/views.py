@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import reason_of
 from workbench.track.record import RunRecord
-from workbench.track.store import RunEntry, Store
+from workbench.track.store import METRICS, RunEntry, Store
+
+CURVE = "curves.png"
+
+logger = logging.getLogger("workbench")
 
 
 def run_rows(store: Store) -> list[dict[str, Any]]:
@@ -91,6 +98,27 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     lines.append(("files", str(folder)))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def draw_curve(folder: Path) -> Path | None:
+    """Draws the loss over the training of a run that has ended, into its folder.
+
+    None: nothing was measured, or there is no room. The run is complete without it, so that is a
+    warning and not an error.
+    """
+    from workbench.compare.plots import draw_run
+    from workbench.track.journal import read_metrics
+
+    metrics = read_metrics(folder / METRICS)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".curves-") as temporary:
+            drawn = Path(temporary, CURVE)
+            if not draw_run(metrics, drawn):
+                return None
+            return drawn.replace(folder / CURVE)
+    except OSError as error:
+        logger.warning("no curve could be drawn in %s: %s", folder, reason_of(error))
+        return None
 
 
 def closing_lines(

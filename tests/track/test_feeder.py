@@ -16,9 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 from tracked_runs import assert_equal_to_file, end_run, make_run
 
-from workbench.track.feeder import MlflowTracker
+from workbench.errors import StoreError
+from workbench.track.feeder import MlflowTracker, send_again, short_reason
 from workbench.track.journal import read_metrics
 from workbench.track.mlflow_store import connect, read_position
 from workbench.track.store import Store
@@ -28,7 +30,7 @@ RUN = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
 from tracked_runs import end_run, make_record, rows
-from workbench.track.feeder import MlflowTracker
+from workbench.track.feeder import MlflowTracker, send_again, short_reason
 from workbench.track.journal import Journal, columns
 from workbench.track.record import write_record
 from workbench.track.store import Store
@@ -125,8 +127,74 @@ def test_a_server_that_refuses_costs_a_warning_and_nothing_else(
     assert str(folder) in caplog.text
     assert "hunter2" not in caplog.text + pending + repr(tracker.__dict__.get("_pending"))
     assert "127.0.0.1" in caplog.text
-    assert len(caplog.records) <= 2
+    (warning,) = caplog.records
+    assert "at http://***@127.0.0.1:" in warning.message
+    assert "connection refused" in warning.message
+    assert "HTTPConnectionPool" not in warning.message
+    assert len(warning.message.replace(str(folder), "").replace(sys.executable, "")) < 250
     assert len(read_metrics(folder / "metrics.csv")["step"]) == 3
+
+
+def test_a_long_run_is_warned_again_at_its_end(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = MlflowTracker(None, store, "workbench")
+    tracker._warn("connection refused")
+    tracker._warn("no answer in time")
+    tracker._warn("no answer in time", ended=True)
+    assert len(caplog.records) == 1
+    hours = time.monotonic() + 3600
+    monkeypatch.setattr(time, "monotonic", lambda: hours)
+    tracker._warn("no answer in time")
+    assert len(caplog.records) == 1
+    tracker._warn("no answer in time", ended=True)
+    assert len(caplog.records) == 2
+
+
+def caught(url: str) -> Exception:
+    """What MLflow's client raises, as MLflow wraps it."""
+    try:
+        try:
+            requests.get(url, timeout=0.2)
+        except Exception as error:
+            raise RuntimeError(f"API request failed with exception {error}")  # noqa: B904
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+def test_the_reason_of_a_failure_is_its_innermost_cause(silent_server: str) -> None:
+    refused = caught(f"http://ada:hunter2@127.0.0.1:{closed_port()}")
+    assert short_reason(refused) == "connection refused"
+    assert short_reason(caught(silent_server)) == "no answer in time"
+    assert "name" in short_reason(caught("http://no-such-host.invalid"))
+    assert short_reason(StoreError.at("/x", "full")) == "/x: full"
+    assert short_reason(ValueError()) == "ValueError"
+    long = short_reason(ValueError("http://ada:hunter2@host " + "words and more " * 50))
+    assert long.endswith(("words ...", "and ...", "more ..."))
+    assert len(long) <= 100
+    assert "hunter2" not in long
+
+
+def test_what_was_not_sent_can_be_sent_later(
+    mlflow_store: Store,
+    target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "later", 5)
+    journal.close()
+    end_run(folder, record)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:hunter2@127.0.0.1:{closed_port()}")
+    assert send_again(folder) == 74
+    said = capsys.readouterr().err
+    assert "connection refused" in said
+    assert "hunter2" not in said
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert send_again(folder) == 0
+    assert_equal_to_file(target, folder)
+    assert send_again(folder.parent / "nothing") == 2
 
 
 def test_a_server_that_hangs_is_left_after_the_time_allowed(

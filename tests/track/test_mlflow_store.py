@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from full_disks import largest_file, tree
 from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
 
 from workbench.track.mlflow_fields import params_of
@@ -263,3 +267,39 @@ def test_odd_metric_names_arrive_with_their_originals(mlflow_store: Store, targe
     names = yaml.safe_load(run.data.tags["workbench.renamed"])
     stored = {names.get(key, key): value for key, value in run.data.metrics.items()}
     assert stored == {"tokens": 0.0, "wiki (en), v2 @100%/nll": 1.0, "../x/nll": 2.0}
+
+
+def databases(store: Store) -> list[Path]:
+    """The database files below the store, whole or not."""
+    return [path for path in store.home.rglob("*.db") if path.is_file()]
+
+
+def assert_it_works(store: Store) -> None:
+    target = connect(None, store, "workbench")
+    assert target.client.get_experiment_by_name("workbench")
+    assert databases(store) == [store.database]
+    assert not [name for name in tree(store.home) if name.startswith(".mlflow-new")]
+
+
+def test_a_disk_that_fills_while_the_database_is_made_does_not_break_it(store: Store) -> None:
+    store.artifacts.mkdir(parents=True)
+    with largest_file(200_000), pytest.raises(Exception, match=r"disk|large|I/O"):
+        connect(None, store, "workbench")
+    assert databases(store) == []
+    store.database.touch()  # as somebody's own look at it may leave it
+    assert_it_works(store)
+
+
+def test_a_kill_while_the_database_is_made_does_not_break_it(store: Store) -> None:
+    code = (
+        "from workbench.track.mlflow_store import connect\n"
+        "from workbench.track.store import Store\n"
+        f"connect(None, Store({str(store.home)!r}), 'workbench')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    while not any(path.stat().st_size > 100_000 for path in databases(store)):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert_it_works(store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from full_disks import largest_file
 from tracked_runs import end_run, make_record, make_run
 
 from workbench.errors import StoreError, UserError
@@ -234,9 +236,23 @@ def test_a_store_that_cannot_be_written_says_where_and_why(tmp_path: Path) -> No
         assert caught.value.exit_code == 74
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_store(store: Store) -> None:
+def test_a_read_only_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so the system's answer is put in its place."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
     store.runs.mkdir(parents=True)
-    store.runs.chmod(0o555)
-    with pytest.raises(StoreError, match="permission denied; WB_HOME"):
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(StoreError, match="read-only file system; WB_HOME") as caught:
+        store.create_run("x")
+    assert str(store.runs) in str(caught.value)
+
+
+def test_a_claim_on_a_full_disk_still_holds(store: Store) -> None:
+    """The lock needs no room; only the note of who has it does."""
+    with largest_file(0):
+        folder = store.create_run("x")
+    assert is_locked(folder)
+    with pytest.raises(UserError, match="starting"):
         store.create_run("x")

@@ -6,6 +6,7 @@ evaluation cannot change the run by one bit.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workbench.core.data import atomic
 from workbench.core.data.evaluation_sets import IGNORED, EvaluationSet, scoring_batches
 from workbench.core.losses import LossSettings, linear_nll
 from workbench.core.model import Transformer
+from workbench.errors import storing
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -101,7 +104,11 @@ def evaluate(
 
 
 def write_scores(scores: list[SetScore], path: Path) -> None:
-    """Per-document scores of all sets as one parquet file, whole or not at all."""
+    """Per-document scores of all sets as one parquet file, whole or not at all.
+
+    Raises:
+        StoreError: it cannot be written; nothing is left behind.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -118,7 +125,8 @@ def write_scores(scores: list[SetScore], path: Path) -> None:
             "nll_sum": np.concatenate([score.nll_sums for score in scores]),
         }
     )
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table, temporary)
-    temporary.replace(path)
+    # Into memory first: pyarrow's own writing leaves half a file, and an error without a place.
+    content = io.BytesIO()
+    with storing(path):
+        pq.write_table(table, content)
+        atomic.write_file(path, content.getvalue())

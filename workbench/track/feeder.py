@@ -4,6 +4,8 @@ MLflow takes seconds to import, seconds more to create a database, and may hang 
 server does. In a thread that would hold the interpreter's lock against training; a child process
 at low priority does not. It reads the files that the run writes, is told of the run's end by the
 end of its standard input, and outlives the run by at most `GRACE_SECONDS`, however the run ends.
+
+`python -m workbench.track.feeder RUN_FOLDER` sends later what could not be sent then.
 """
 
 from __future__ import annotations
@@ -13,17 +15,22 @@ import json
 import logging
 import os
 import select
+import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
+import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from workbench.errors import StoreError, UserError, reason_of
 from workbench.track.events import Values
 from workbench.track.provenance import PACKAGE, redact
-from workbench.track.record import RunRecord
+from workbench.track.record import RunRecord, read_record
 from workbench.track.store import Store
 
 GRACE_SECONDS = 60.0
@@ -31,6 +38,9 @@ POLL_SECONDS = 5.0
 _LONGEST_WAIT = 60.0
 _NICENESS = 10
 _TRIES_AT_END = 3
+_LONGEST_REASON = 100
+# A warning that is younger than this is not said again at the end of a run.
+_WARN_AGAIN_SECONDS = 60.0
 
 logger = logging.getLogger("workbench.track")
 
@@ -66,7 +76,7 @@ class MlflowTracker:
         self._child: subprocess.Popen[str] | None = None
         self._listener: threading.Thread | None = None
         self._pending: str | None = "it has not answered"
-        self._warned = False
+        self._warned: float | None = None
 
     def start(self, record: RunRecord, folder: Path) -> None:
         """Starts the feeder."""
@@ -91,7 +101,7 @@ class MlflowTracker:
             self._child.stdin.write(json.dumps({**self._request, "folder": str(folder)}) + "\n")
             self._child.stdin.flush()
         except OSError as error:
-            self._pending = f"the process that feeds it could not be started: {error}"
+            self._pending = f"the process that feeds it could not be started: {reason_of(error)}"
             self._warn(self._pending)
             return
         self._listener = threading.Thread(
@@ -123,7 +133,7 @@ class MlflowTracker:
         elif child.returncode and not self._pending:
             self._pending = f"the process that feeds it ended with {child.returncode}"
         if self._pending:
-            self._warn(self._pending, again=True)
+            self._warn(self._pending, ended=True)
         return self._pending
 
     def close(self) -> None:
@@ -155,17 +165,41 @@ class MlflowTracker:
                 if self._pending:
                     self._warn(self._pending)
 
-    def _warn(self, why: str, again: bool = False) -> None:
-        if self._warned and not again:
+    def _warn(self, why: str, ended: bool = False) -> None:
+        """One short line: at the first trouble, and at the end where that is long ago."""
+        now = time.monotonic()
+        if self._warned is not None and not (ended and now > self._warned + _WARN_AGAIN_SECONDS):
             return
-        self._warned = True
-        where = redact(str(self._request["uri"]))
+        self._warned = now
         logger.warning(
-            "MLflow at %s is behind: %s. Nothing is lost: the metrics and the record are in %s",
-            where,
+            "MLflow at %s does not have all of this run: %s. Nothing is lost; what is not sent "
+            "before the run ends can be sent later: %s",
+            redact(str(self._request["uri"])),
             why,
-            self._folder,
+            shlex.join([sys.executable, "-m", "workbench.track.feeder", str(self._folder)]),
         )
+
+
+def send_again(folder: Path) -> int:
+    """Sends a run to MLflow, at MLFLOW_TRACKING_URI or where its record says; the exit code."""
+    try:
+        record = read_record(folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    store = Store(folder.resolve().parents[1])
+    tracking = record.spec.get("tracking", {})
+    # A recorded address lacks its credentials, so that of the environment goes first.
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or tracking.get("uri")
+    request = {"uri": uri, "home": str(store.home), "folder": str(folder)}
+    request["experiment"] = tracking.get("experiment", "workbench")
+    try:
+        _open_feed(request).push()
+    except Exception as error:
+        where = redact(tracking_address(uri, store))
+        print(f"error: MLflow at {where} did not take it: {short_reason(error)}", file=sys.stderr)
+        return StoreError.exit_code
+    return 0
 
 
 def main() -> int:
@@ -191,7 +225,7 @@ def main() -> int:
             feed.push()
             failures = 0
         except Exception as error:
-            pending = _reason(error)
+            pending = short_reason(error)
             failures += 1
         if pending != before:
             print(json.dumps({"pending": pending}), flush=True)
@@ -232,11 +266,42 @@ def _watch_the_run(grace_seconds: float) -> threading.Event:
     return over
 
 
-def _reason(error: Exception) -> str:
-    """One line, without credentials."""
-    lines = str(error).strip().splitlines() or [""]
-    return redact(f"{type(error).__name__}: {lines[0][:300]}")
+def short_reason(error: BaseException) -> str:
+    """The cause of an error in a few words, without credentials.
+
+    What a server's client raises is a chain of errors around errors; the innermost one knows.
+    """
+    for inner in reversed(list(_chain(error))):
+        if isinstance(inner, UserError):
+            return redact(f"{inner.faults[0].place}: {inner.faults[0].message}")
+        if isinstance(inner, TimeoutError) and "timed out" in str(inner):
+            return "no answer in time"
+        if isinstance(inner, OSError) and inner.strerror:
+            return _shortened(reason_of(inner))
+        if isinstance(inner, sqlite3.Error):
+            return _shortened(str(inner))
+    first = str(error).strip().partition("\n")[0]
+    return _shortened(": ".join(filter(None, (type(error).__name__, first))))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, then the errors that it came of, each once."""
+    seen: set[int] = set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        yield inner
+        # urllib3 keeps the last of several tries in `reason`.
+        reason = getattr(inner, "reason", None)
+        inner = inner.__cause__ or inner.__context__ or reason
+        if not isinstance(inner, BaseException):
+            return
+
+
+def _shortened(text: str) -> str:
+    """Without credentials, and cut at a blank where it is long."""
+    return textwrap.shorten(redact(text), _LONGEST_REASON, placeholder=" ...")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(send_again(Path(sys.argv[1])) if len(sys.argv) > 1 else main())

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from workbench.errors import UserError
-from workbench.track.store import storing
+from workbench.errors import UserError, reason_of, storing
 
 Number = float | int
 Row = dict[str, float | None]
@@ -121,13 +120,13 @@ class Journal:
         with storing(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._handle = os.open(path, flags, 0o644)
-            self._append(_line(self.names))
-            # The name of a new file is safe only when its folder has been synced as well.
-            folder = os.open(path.parent, os.O_RDONLY)
             try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+                self._append(_line(self.names))
+                _sync_folder(path.parent)  # only then is the name of a new file safe
+            except OSError:
+                self.close()
+                path.unlink(missing_ok=True)
+                raise
 
     def write(self, values: Mapping[str, Number | None]) -> None:
         """Appends one row: `step` and any of the columns. Steps must increase.
@@ -246,8 +245,7 @@ def read_metrics(path: Path) -> dict[str, list[float | None]]:
         while more := tail.rows():
             rows += more
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError.at(str(path), f"unreadable: {reason}") from None
+        raise UserError.at(str(path), f"unreadable: {reason_of(error)}") from None
     if "step" not in tail.names:
         what = "there is no such file" if not path.exists() else "there is no column `step`"
         raise UserError.at(str(path), what)
@@ -264,6 +262,14 @@ def _cell(value: Number | None) -> str:
         return ""
     assert not isinstance(value, bool), "a truth value is not a measurement"
     return repr(value if type(value) is int else float(value))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _line(cells: Iterable[str]) -> bytes:

@@ -11,6 +11,8 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,18 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.journal import Row, Tail
 from workbench.track.provenance import redact
 from workbench.track.record import RunRecord, read_record, write_json
-from workbench.track.store import METRICS, RECORD, Store, effective_status, storing
+from workbench.track.store import METRICS, RECORD, Store, effective_status
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 POSITION = "mlflow.json"
 _LOCK = ".mlflow.lock"
+_ASIDE = ".mlflow-new-"
 _LOCK_SECONDS = 60.0
 _METRICS_PER_CALL = 1000
 _FIELDS_PER_CALL = 100
@@ -74,31 +78,72 @@ def connect(uri: str | None, store: Store, experiment: str) -> Target:
         mlflow.exceptions.MlflowException and others: it cannot be reached or used.
         StoreError: the store cannot be written.
     """
-    # MLflow reads these when it is imported.
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-    for name, value in (("REQUEST_TIMEOUT", "10"), ("REQUEST_MAX_RETRIES", "1")):
-        os.environ.setdefault(f"MLFLOW_HTTP_{name}", value)
+    _before_import()
     from mlflow.tracking import MlflowClient
 
     address = tracking_address(uri, store)
-    with database_lock(store) if address == store.tracking_uri else contextlib.nullcontext():
+    with store_database(store) if address == store.tracking_uri else contextlib.nullcontext():
         client = MlflowClient(address)
         return Target(client, _experiment(client, address, store, experiment), redact(address))
 
 
+def _before_import() -> None:
+    """MLflow reads these when it is imported."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    for name, value in (("REQUEST_TIMEOUT", "10"), ("REQUEST_MAX_RETRIES", "1")):
+        os.environ.setdefault(f"MLFLOW_HTTP_{name}", value)
+
+
 @contextlib.contextmanager
-def database_lock(store: Store) -> Iterator[None]:
-    """Held while the store's database may have to be created: one process does, others wait.
+def store_database(store: Store) -> Iterator[None]:
+    """The store's database exists; while this lasts no other process sets anything up in it.
 
     Raises:
+        mlflow.exceptions.MlflowException and others: it cannot be created.
         StoreError: the store cannot be written.
         TimeoutError: another process kept the lock for a minute.
     """
     with storing(store.home):
         store.artifacts.mkdir(parents=True, exist_ok=True)
     with exclusive(store.home / _LOCK):
+        with storing(store.database):
+            exists = store.database.exists() and store.database.stat().st_size > 0
+        if not exists:
+            _create_database(store)
         yield
+
+
+def _create_database(store: Store) -> None:
+    """Builds the database aside and gives it its name when it is whole.
+
+    MLflow builds it in many transactions and refuses one that holds only some of its tables: a
+    full disk or a kill on the way would leave a store that never works again.
+    """
+    _before_import()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    with storing(store.home):
+        for leftover in store.home.glob(f"{_ASIDE}*"):  # we hold the lock: its maker is dead
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder = tempfile.TemporaryDirectory(dir=store.home, prefix=_ASIDE)
+    with folder as name:
+        new = Path(name, store.database.name)
+        address = f"sqlite:///{new}"
+        try:
+            SqlAlchemyStore(address, store.artifacts.as_uri())  # type: ignore[no-untyped-call]
+        finally:
+            # It keeps its connections by address, and with them the room of a file removed.
+            engines = getattr(SqlAlchemyStore, "_engine_map", {})
+            if engine := engines.pop(address, None):
+                engine.dispose()
+        with storing(store.database):
+            handle = os.open(new, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            new.replace(store.database)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from workbench.errors import UserError
+from workbench.errors import UserError, storing
 from workbench.spec.run import RunSpec
 
 SCHEMA_VERSION = 2  # 1 is the format of the runner that this package replaces
@@ -275,16 +275,17 @@ def write_text(path: Path, text: str) -> None:
     """Text written whole or not at all.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; nothing is left behind.
+        StoreError: the disk is full or the folder cannot be written; nothing is left behind.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with storing(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise

@@ -7,19 +7,18 @@ holds the lock is therefore the record of a run that died.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.errors import Fault, StoreError, UserError, did_you_mean
+from workbench.errors import UserError, did_you_mean
+from workbench.errors import storing as storing
 from workbench.spec.run import NAME
 from workbench.track.record import RunRecord, Status, read_record
 
@@ -175,7 +174,8 @@ def default_home() -> Path:
     given = os.environ.get("WB_HOME")
     if given:
         return Path(given)
-    here = Path.cwd()
+    with storing(Path()):  # a working directory that was removed
+        here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / FOLDER).is_dir():
             return folder / FOLDER
@@ -224,8 +224,9 @@ def lock_run(folder: Path) -> bool:
                 os.close(handle)
                 return False
             owner = {"pid": os.getpid(), "host": socket.gethostname()}
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(owner).encode(), 0)
+            with contextlib.suppress(OSError):  # for people; the lock itself needs no room
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, json.dumps(owner).encode(), 0)
         except OSError:
             os.close(handle)
             raise
@@ -269,33 +270,6 @@ def is_locked(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turns an operating system error into the StoreError of `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise store_error(path, error) from error
-
-
-def store_error(path: Path, error: OSError) -> StoreError:
-    """What could not be written or read, why, and how much room is left where it is full."""
-    reason = (error.strerror or str(error)).lower()
-    message = f"the store cannot be used: {reason}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message += f" ({_free_bytes(path)} bytes are free)"
-    elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        message += "; WB_HOME names another place"
-    return StoreError(Fault(str(path), message))
-
-
-def _free_bytes(path: Path) -> int | str:
-    for folder in (path, *path.parents):
-        if folder.exists():
-            return shutil.disk_usage(folder).free
-    return "an unknown number of"
 
 
 def _id_of(entry: RunEntry) -> str:

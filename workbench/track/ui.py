@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from workbench.errors import StoreError, UserError
-from workbench.track.mlflow_store import EXPERIMENT_TAGS, database_lock
+from workbench.track.mlflow_store import EXPERIMENT_TAGS, store_database
 from workbench.track.store import Store
 
 LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ def ui(
     with tempfile.TemporaryFile() as log, _signals() as stopped:
         server: subprocess.Popen[bytes] | None = None
         try:
-            with database_lock(store):
+            with store_database(store):
                 server = _start(store, host, port, log)
                 _wait_until_it_answers(server, address, log)
                 experiment_id = _experiment_id(address, store, experiment)

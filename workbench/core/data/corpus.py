@@ -97,7 +97,11 @@ def text_corpus(text_file: str | None, text_field: str = "text", unit: TextUnit 
         DataError: nothing there, nothing of these kinds, or a file that cannot be read. Reading the
             documents raises it too: text that is not UTF-8, bad JSON, a missing or non-text field.
     """
-    paths, skipped = _find_files(text_file)
+    try:
+        paths, skipped = _find_files(text_file)
+    except OSError as error:  # a folder on the way to it that may not be entered
+        problem = f"cannot be read: {error.strerror}"
+        raise DataError.at("data.text_file", problem, text_file) from error
     chosen: TextUnit = unit
     if unit == "auto":
         chosen = "file" if len(paths) > 1 else "blank_line"

@@ -31,6 +31,7 @@ from workbench.core.data import atomic
 from workbench.core.data.corpus import Corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.tokenizer import Ids, Tokenizer, token_dtype
+from workbench.errors import storing
 
 FORMAT = "workbench-encoded-corpus-v1"
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 8 << 20, 8192  # text held while it is encoded
@@ -66,7 +67,7 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Enco
 
     Raises:
         DataError: a file of the corpus cannot be used, or no document has text.
-        OSError: the cache cannot be written. Nothing half-written stays.
+        StoreError: the cache cannot be written. Nothing half-written stays.
     """
     identity = {"format": FORMAT, "corpus": corpus.key, "tokenizer": tokenizer.content_sha256}
     key = _sha256(_canonical(identity))
@@ -76,18 +77,18 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Enco
         return found
     if found is not None:
         _log.warning("the encoded corpus %s is damaged (%s) and is built again", final, found)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    for leftover in atomic.remove_leftovers(cache_dir):
-        _log.info("removed %s, left by a process that died", leftover)
-    temporary = atomic.temporary_name(final)
-    try:
-        temporary.mkdir()
-        _build(corpus, tokenizer, temporary, key, identity)
-        built = _publish(temporary, final, key)
-    except BaseException:
-        atomic.remove(temporary)
-        raise
-    return built
+    with storing(cache_dir):  # what is wrong with a file of the corpus is no OSError any more
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        for leftover in atomic.remove_leftovers(cache_dir):
+            _log.info("removed %s, left by a process that died", leftover)
+        temporary = atomic.temporary_name(final)
+        try:
+            temporary.mkdir()
+            _build(corpus, tokenizer, temporary, key, identity)
+            return _publish(temporary, final, key)
+        except BaseException:
+            atomic.remove(temporary)
+            raise
 
 
 def _publish(temporary: Path, final: Path, key: str) -> EncodedCorpus:

@@ -42,7 +42,7 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
 
     Raises:
         DataError: a file, document or corpus that cannot be used, or a text too short for a window.
-        OSError: the store cannot be written.
+        StoreError: the store cannot be written.
     """
     tokenizer = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, store / "cache/tiktoken")
     match spec.data.dataset:

@@ -39,8 +39,10 @@ CONNECT_SECONDS, READ_SECONDS = 5, 30
 _lock = threading.Lock()
 
 
-def load_encoding(name: str, cache_dir: Path) -> tiktoken.Encoding:
+def load_encoding(name: str, cache_dir: Path, keep: bool = True) -> tiktoken.Encoding:
     """The tiktoken encoding `name`, from local files where they exist (see the module's head).
+
+    Without `keep` nothing is written into `cache_dir`.
 
     Raises:
         DataError: no such encoding, or its file is neither here nor to be had; says how to give it.
@@ -52,7 +54,7 @@ def load_encoding(name: str, cache_dir: Path) -> tiktoken.Encoding:
         raise DataError.at("tokenizer.name", problem, name, allowed)
 
     def read(address: str, expected_hash: str | None = None) -> bytes:
-        return _find_file(name, address, expected_hash, cache_dir)
+        return _find_file(name, address, expected_hash, cache_dir, keep)
 
     with _reader(read):
         return tiktoken.get_encoding(name)
@@ -81,7 +83,9 @@ def _reader(read: Callable[..., bytes]) -> Iterator[None]:
             tiktoken.load.read_file_cached = original
 
 
-def _find_file(name: str, address: str, expected_hash: str | None, cache_dir: Path) -> bytes:
+def _find_file(
+    name: str, address: str, expected_hash: str | None, cache_dir: Path, keep: bool
+) -> bytes:
     key = hashlib.sha1(address.encode(), usedforsecurity=False).hexdigest()
     file = address.rsplit("/", 1)[-1]
     users = [os.environ.get(v) for v in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")]
@@ -102,7 +106,8 @@ def _find_file(name: str, address: str, expected_hash: str | None, cache_dir: Pa
     if stem in BUNDLED:
         unpacked = _unpack(stem)
         if unpacked is not None and _matches(unpacked, expected_hash):
-            _keep(cache_dir / key, unpacked)
+            if keep:
+                _keep(cache_dir / key, unpacked)
             return unpacked
     else:
         try:
@@ -111,7 +116,8 @@ def _find_file(name: str, address: str, expected_hash: str | None, cache_dir: Pa
             reason = f"the download failed ({type(error).__name__})"
         else:
             if _matches(downloaded, expected_hash):
-                _keep(cache_dir / key, downloaded)
+                if keep:
+                    _keep(cache_dir / key, downloaded)
                 return downloaded
             reason = "the downloaded file does not have that SHA-256"
     damaged = f" Not used, since their content differs: {', '.join(unfit)}." if unfit else ""

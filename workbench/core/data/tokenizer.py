@@ -102,14 +102,16 @@ class Tokenizer:
         return table | {rank: token.encode() for token, rank in self._special.items()}
 
 
-def load_tokenizer(name: str, path: str | Path | None, cache_dir: Path) -> Tokenizer:
+def load_tokenizer(
+    name: str, path: str | Path | None, cache_dir: Path, keep: bool = True
+) -> Tokenizer:
     """The tokenizer of a spec: `bytes`, `file` (with `path`) or the name of a tiktoken encoding.
 
     - `bytes`: the 256 bytes of UTF-8 and the end-of-document id 256.
     - `file`: the ranks of a .tiktoken file, the pattern of o200k_base, and the number of ranks as
       the end-of-document id.
     - tiktoken encodings: read from `cache_dir` or the user's own cache; o200k_base and cl100k_base
-      never need a network.
+      never need a network. Without `keep` nothing is written into `cache_dir`.
 
     Raises:
         DataError: unknown name, a path that is missing or out of place, a file that is not valid.
@@ -123,7 +125,7 @@ def load_tokenizer(name: str, path: str | Path | None, cache_dir: Path) -> Token
     if name == "bytes":
         single = {bytes([byte]): byte for byte in range(256)}
         return Tokenizer("bytes", _Bytes(), single, {END_OF_DOCUMENT: 256}, pattern="")
-    encoding = rank_files.load_encoding(name, cache_dir)
+    encoding = rank_files.load_encoding(name, cache_dir, keep)
     if END_OF_DOCUMENT not in encoding._special_tokens:
         raise DataError.at("tokenizer.name", f"the encoding has no {END_OF_DOCUMENT}", name)
     return _tiktoken_tokenizer(name, encoding)

@@ -1,0 +1,308 @@
+"""The commands of `wb`: thin calls of the package, each returning what it has to say.
+
+Everything heavy (torch, mlflow, pandas, matplotlib) is imported inside the command that needs it,
+so that `wb --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workbench.errors import UserError
+from workbench.output import write_line
+
+if TYPE_CHECKING:
+    from workbench.spec.run import RunSpec
+    from workbench.track.store import RunEntry
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command says on standard output, text or a JSON document, and its exit code."""
+
+    content: str | dict[str, Any]
+    exit_code: int = 0
+
+
+app = typer.Typer(
+    name="wb",
+    help="Trains small language models, and knows when two runs may be compared.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    rich_markup_mode=None,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Treatment = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What you mean to study: a field or section of the spec, or rule:NAME. Repeatable."
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RULE=REASON", help="Turn one refusal into a flag. Repeatable."),
+]
+Claims = Annotated[
+    list[str] | None,
+    typer.Option("--claim", help="nll (default), bpb, throughput, memory. Repeatable."),
+]
+Strict = Annotated[bool, typer.Option(help="Exit 1 when the verdict is flagged.")]
+
+
+@app.command()
+def run(
+    spec: Annotated[Path, typer.Argument(help="A run spec (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Laid over the spec.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve, validate, print counts, stop.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Train one validated run, tracked in the store and in MLflow."""
+    from workbench.spec.load import load_spec
+
+    resolved = load_spec(spec, overrides)
+    if dry_run:
+        return _dry_run(resolved, as_json)
+
+    from workbench.process import prepare_process
+
+    prepare_process()  # before torch is loaded
+    from workbench import run as runner
+    from workbench.track.store import Store
+    from workbench.views import closing_lines, draw_curve
+
+    store = Store()
+    outcome = runner.run(resolved, store, command=sys.argv[1:], quiet=as_json)
+    curve = draw_curve(outcome.folder)
+    if as_json:
+        return Answer(outcome.to_json(), outcome.exit_code)
+    lines = closing_lines(outcome.record, outcome.folder, store, curve, _program())
+    return Answer(lines, outcome.exit_code)
+
+
+@app.command()
+def check(
+    a: Annotated[Path, typer.Argument(help="A run spec.")],
+    b: Annotated[Path, typer.Argument(help="Another run spec.")],
+    treatment: Treatment = None,
+    allow: Allow = None,
+    claim: Claims = None,
+    strict: Strict = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Say whether two specs would be comparable, before any compute is spent."""
+    from workbench.compare import check_specs, render_check
+    from workbench.foresee import foresee
+    from workbench.spec.load import load_spec
+    from workbench.track.store import Store
+
+    store = Store()
+    specs = [load_spec(path) for path in (a, b)]
+    judgement = check_specs(
+        specs[0],
+        specs[1],
+        foresee(specs[0], store),
+        foresee(specs[1], store),
+        treatment=treatment or [],
+        allow=parse_allow(allow),
+        claims=claim or [],
+        paths=(str(a), str(b)),
+    )
+    exit_code = judgement.exit_code(strict)
+    if as_json:
+        return Answer(judgement.to_json(), exit_code)
+    return Answer(render_check(judgement, color=_in_colour()), exit_code)
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="A run: name, id, or unique prefix.")],
+    b: Annotated[str, typer.Argument(help="Another run.")],
+    treatment: Treatment = None,
+    allow: Allow = None,
+    claim: Claims = None,
+    at: Annotated[
+        int | None, typer.Option(help="Compare at this token count; default: the last common.")
+    ] = None,
+    strict: Strict = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Say whether two runs may be compared, and if so, how they differ."""
+    from workbench.compare import compare_runs, render_terminal, write_report
+    from workbench.track.store import Store
+
+    store = Store()
+    entries = [_readable(store.find_run(text)) for text in (a, b)]
+    statuses = [entry.status or "RUNNING" for entry in entries]
+    comparison = compare_runs(
+        entries[0].folder,
+        entries[1].folder,
+        treatment=treatment or [],
+        allow=parse_allow(allow),
+        claims=claim or [],
+        at=at,
+        statuses=(statuses[0], statuses[1]),
+    )
+    comparison = write_report(comparison, store.reports)
+    exit_code = comparison.exit_code(strict)
+    if as_json:
+        return Answer(comparison.to_json(), exit_code)
+    return Answer(render_terminal(comparison, color=_in_colour()), exit_code)
+
+
+@app.command("list")
+def list_runs(as_json: AsJson = False, debug: Debug = False) -> Answer:
+    """List the runs of the store, newest first."""
+    from workbench.track.store import Store
+    from workbench.views import run_rows, run_table
+
+    rows = run_rows(Store())
+    return Answer({"runs": rows} if as_json else run_table(rows))
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="A run: name, id, or unique prefix.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Show what one run was, how it went, and where its files are."""
+    from workbench.track.record import document_of
+    from workbench.track.store import Store
+    from workbench.views import run_page
+
+    entry = _readable(Store().find_run(run))
+    assert entry.record
+    if as_json:
+        more = {"status": entry.status, "folder": str(entry.folder)}
+        return Answer({**document_of(entry.record), **more})
+    return Answer(run_page(entry.record, entry.status or "UNKNOWN", entry.folder))
+
+
+@app.command()
+def ui(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback, all of it can read.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(help="Default: 5000 or the next free one. 0 takes any free port."),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Serve the MLflow UI on the store until Ctrl-C; the page is the newest run's experiment."""
+    from workbench.track.store import Store
+    from workbench.track.ui import ui as serve
+
+    store = Store()
+    newest = next((entry.record for entry in store.list_runs() if entry.record), None)
+    experiment = newest.spec["tracking"]["experiment"] if newest else "workbench"
+    return serve(store, host, port, experiment, write_line)
+
+
+@app.command()
+def bench(
+    spec: Annotated[Path, typer.Argument(help="A run spec.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of A B A B.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each arm in a turn.")] = 2,
+    max_seconds: Annotated[
+        float, typer.Option(min=0, help="For the timed steps of each arm; at least one is taken.")
+    ] = 120.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Measure the spec's training step against a plain step of the same shape."""
+    from workbench.bench import bench as measure
+    from workbench.bench import render
+    from workbench.spec.load import load_spec
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result = measure(load_spec(spec, overrides), rounds, steps, max_seconds, say)
+    return Answer(result if as_json else render(result))
+
+
+def _readable(entry: RunEntry) -> RunEntry:
+    """The entry of a run with a record.
+
+    Raises:
+        UserError: it has none, or a damaged one.
+    """
+    if entry.record is None:
+        raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
+    return entry
+
+
+def _program() -> str:
+    """How the user can call `wb` again: by name where that finds it, else as it was called."""
+    called = sys.argv[0]
+    found = shutil.which("wb")
+    if found and Path(found).resolve() == Path(called).resolve():
+        return "wb"
+    return called if Path(called).name == "wb" else f"{sys.executable} -m workbench"
+
+
+def parse_allow(pairs: list[str] | None) -> dict[str, str]:
+    """`RULE=reason` options as a mapping.
+
+    Raises:
+        UserError: one has no reason.
+    """
+    allowed = {}
+    for pair in pairs or []:
+        rule, _, reason = pair.partition("=")
+        if not rule or not reason.strip():
+            message = "an override needs a reason, which will stand in the report"
+            raise UserError.at("--allow", message, pair, "RULE=reason")
+        allowed[rule] = reason.strip()
+    return allowed
+
+
+def call(arguments: Sequence[str]) -> Answer | int:
+    """Runs the command that the arguments name; returns its answer, or a bare exit code.
+
+    Raises:
+        UserError, OSError and others: whatever the command raises, KeyboardInterrupt too.
+        click's errors: the arguments are wrong.
+    """
+    if "_WB_COMPLETE" in os.environ:
+        app(prog_name="wb")  # answers the shell that asks for completions, and exits
+    # Not by `app(...)`, which makes exit codes of its own out of an interrupt and a broken pipe.
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("wb", list(arguments)) as context:
+            result = command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    return result if isinstance(result, Answer | int) else 0
+
+
+def _dry_run(spec: RunSpec, as_json: bool) -> Answer:
+    from workbench.foresee import plan, render_plan
+    from workbench.track.store import Store
+
+    counted = plan(spec, Store())
+    return Answer(counted if as_json else render_plan(counted))
+
+
+def _in_colour() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
