@@ -84,29 +84,13 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     return Tracked(store, connect(store.tracking_uri, store, "workbench"), folder)
 
 
-@pytest.fixture(scope="module")
-def finished(tracked: Tracked) -> Iterator[RunOutcome]:
-    """A run that MLflow has followed to its end."""
-    spec = tiny_spec(
-        tracked.path,
-        "finished",
-        training={"steps": 16, "label_smoothing": 0.1},
-        evaluation={"eval_steps": 5},
-        telemetry={"log_steps": 3},
-        tracking={"uri": tracked.store.tracking_uri, "tags": {"purpose": "a test"}},
-    )
-    yield runner.run(spec, tracked.store, ["run", "finished.yaml"], quiet=True)
-    torch.use_deterministic_algorithms(False)
-
-
-def stopped(tracked: Tracked, number: signal.Signals) -> Stopped:
-    """Starts a run that does not end by itself, and stops it while it trains."""
-    name = number.name.lower()
-    path = tracked.path / f"{name}.yaml"
+def start_endless(tracked: Tracked, number: signal.Signals) -> subprocess.Popen[str]:
+    """`wb run` of a spec that does not end by itself, called as the signal that is to end it."""
+    path = tracked.path / f"{number.name.lower()}.yaml"
     endless = {"training": {"steps": 10**6}, "evaluation": {"eval_steps": 0}}
-    path.write_text(tiny_spec(tracked.path, name, **endless).model_dump_json())
+    path.write_text(tiny_spec(tracked.path, path.stem, **endless).model_dump_json())
     environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "workbench", "run", str(path), "--json"],
         env=environment | {"WB_HOME": str(tracked.store.home)},
         stdout=subprocess.PIPE,
@@ -115,6 +99,11 @@ def stopped(tracked: Tracked, number: signal.Signals) -> Stopped:
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def stop(tracked: Tracked, process: subprocess.Popen[str], number: signal.Signals) -> Stopped:
+    """Sends the signal while the process trains, and waits for its end."""
+    name = number.name.lower()
     metrics = tracked.folder(name) / "metrics.csv"
     deadline = time.monotonic() + 120
     try:
@@ -131,6 +120,32 @@ def stopped(tracked: Tracked, number: signal.Signals) -> Stopped:
         process.kill()
         process.communicate()
     return Stopped(name, process.returncode, json.loads(printed))
+
+
+@pytest.fixture(scope="module")
+def ended(tracked: Tracked) -> Iterator[tuple[RunOutcome, Stopped]]:
+    """A run that MLflow follows to its end, and one that Ctrl-C ends: at once, to save time."""
+    spec = tiny_spec(
+        tracked.path,
+        "finished",
+        training={"steps": 16, "label_smoothing": 0.1},
+        evaluation={"eval_steps": 5},
+        telemetry={"log_steps": 3},
+        tracking={"uri": tracked.store.tracking_uri, "tags": {"purpose": "a test"}},
+    )
+    process = start_endless(tracked, signal.SIGINT)
+    try:
+        outcome = runner.run(spec, tracked.store, ["run", "finished.yaml"], quiet=True)
+        yield outcome, stop(tracked, process, signal.SIGINT)
+    finally:
+        process.kill()
+        process.communicate()
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def finished(ended: tuple[RunOutcome, Stopped]) -> RunOutcome:
+    return ended[0]
 
 
 @pytest.fixture
@@ -397,7 +412,7 @@ def test_credentials_of_the_tracking_address_are_nowhere(
     monkeypatch.setattr(runner, "tracker_for", lambda spec, store: NullTracker())
     monkeypatch.setenv("WB_HOME", str(tracked.store.home))
     path = spec_file(tmp_path, "secret", training={"steps": 1})
-    uri = f"http://ada:{SECRETS[0]}@127.0.0.1:1/?token={SECRETS[1]}"
+    uri = f"http://ada:p@{SECRETS[0]}@127.0.0.1:1/?token={SECRETS[1]}"
     arguments = ["run", path, f"tracking.uri={uri}", f"notes=see {uri}"]
     arguments.append(f"tracking.tags={{where: '{uri}'}}")
     monkeypatch.setattr(sys, "argv", ["wb", *arguments])
@@ -505,13 +520,19 @@ def handlers() -> Iterator[None]:
     assert after == heard
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
-def test_a_process_that_is_stopped_saves_and_ends_as_killed(
-    tracked: Tracked, number: signal.Signals
+def test_a_process_that_ctrl_c_stops_saves_and_ends_as_killed(
+    tracked: Tracked, ended: tuple[RunOutcome, Stopped]
 ) -> None:
-    process = stopped(tracked, number)
+    assert_killed(tracked, ended[1], signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_process_that_a_scheduler_stops_saves_and_ends_as_killed(tracked: Tracked) -> None:
+    process = start_endless(tracked, signal.SIGTERM)
+    assert_killed(tracked, stop(tracked, process, signal.SIGTERM), signal.SIGTERM)
+
+
+def assert_killed(tracked: Tracked, process: Stopped, number: signal.Signals) -> None:
     folder = tracked.folder(process.name)
     record = read_record(folder)
     assert process.code == process.printed["exit_code"] == 128 + number
@@ -604,7 +625,10 @@ def test_a_second_ctrl_c_while_saving_is_killed_and_leaves_no_half_checkpoint(
 
     monkeypatch.setattr(os, "fsync", impatient)
     spec = tiny_spec(tmp_path, training={"steps": 50}, checkpoint={"save_steps": 2})
-    outcome = run_with(Signaller(3, signal.SIGINT), spec, Store(tmp_path / "mlruns"))
+    try:
+        outcome = run_with(Signaller(3, signal.SIGINT), spec, Store(tmp_path / "mlruns"))
+    except KeyboardInterrupt:
+        pytest.fail("the run did not end as one that was killed")
     assert outcome.exit_code == 130
     record = read_record(outcome.folder)
     assert record.status == "KILLED"
@@ -725,6 +749,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     [
         # metrics.csv is synced for its header, then for each row: here the row of step 3.
         ("metrics.csv", 5, [0, 1, 2], 2),
+        ("metrics.csv", 4, [0, 1], None),  # and here that of step 2, with its evaluation
         ("optimizer.safetensors", 2, [0, 1, 2, 3, 4], 2),
         # The record is synced at the start and after each evaluation: here after that of step 2.
         ("run_config.json", 3, [0, 1, 2], None),

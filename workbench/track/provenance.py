@@ -44,7 +44,8 @@ _GIT_SECONDS = 20.0
 _WORDS = r"(?:token|secret|passw(?:or)?d|passwd|pwd|api[_-]?key|access[_-]?key|credentials?|auth)"
 _HIDDEN = "***"
 _SECRETS = (
-    (re.compile(r"(?<=://)[^/\s'\"@]+@"), _HIDDEN + "@"),
+    # To the last @ before a path: clients take a password that holds one.
+    (re.compile(r"(?<=://)[^/?#\s'\"]+@"), _HIDDEN + "@"),
     (
         re.compile(rf"(?i)\b(\w*{_WORDS}\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|[^\s&'\"]+)"),
         rf"\1{_HIDDEN}",
