@@ -302,4 +302,5 @@ def test_a_kill_while_the_database_is_made_does_not_break_it(store: Store) -> No
         time.sleep(0.005)
     process.kill()
     process.wait()
+    assert not store.database.exists()  # half of it would work after some kills only
     assert_it_works(store)
