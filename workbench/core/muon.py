@@ -114,7 +114,7 @@ def orthogonalize(m: Tensor, steps: int, eps: float, matmul: Matmul) -> Tensor:
     x = (m.mT if tall else m).bfloat16()  # wide, so that the Gram matrix is the smaller one
     x = rounded(x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
     for _ in range(steps):
-        gram = rounded(x @ x.mT)
+        gram = rounded(torch.bmm(x, x.mT))
         polynomial = rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
         x = rounded(torch.baddbmm(x, polynomial, x, beta=a))
     return x.mT if tall else x
