@@ -14,6 +14,7 @@ from workbench.core.data.batches import RandomWindows, WindowStream
 from workbench.core.data.tokenizer import load_tokenizer
 from workbench.core.device import choose_device
 from workbench.core.memory import peak_bytes
+from workbench.core.model import Output, TrainingForward
 from workbench.core.plain import PlainStep, PlainTransformer
 from workbench.core.precision import choose_precision
 from workbench.core.train import synchronize, train
@@ -62,6 +63,19 @@ class Stopwatch:
 
         return watched
 
+    def around_training(self, forward: TrainingForward) -> TrainingForward:
+        """`forward` (ids -> hidden states and extras), watched."""
+
+        def watched(ids: Tensor) -> Output:
+            self._mark(None)
+            output = forward(ids)
+            self._mark("forward")
+            if output.hidden.requires_grad:
+                output.hidden.register_hook(self._at_hidden)  # type: ignore[no-untyped-call]
+            return output
+
+        return watched
+
     def finish(self) -> None:
         """To be called right after the step."""
         self._mark("optimizer")
@@ -100,8 +114,8 @@ class SpecArm:
         self._parts = build(spec, Store())
         self.device = self._parts.device
         self.watch = Stopwatch(self.device)
-        forward = self.watch.around(self._parts.forward)
-        self._results = train(spec, self._parts.state, forward)
+        forward = self.watch.around_training(self._parts.forward)
+        self._results = train(spec, self._parts.state, forward, self._parts.loss)
 
     def step(self) -> float:
         """One update; the seconds it took."""

@@ -12,7 +12,7 @@ from workbench.core.counts import count_parameters, flops_per_token
 from workbench.core.data.batches import TokenDigest
 from workbench.core.data.loading import Data, load_data
 from workbench.core.data.tokenizer import load_tokenizer
-from workbench.core.schedules import planned_trace
+from workbench.core.schedules import last_step, planned_trace, ramp_tokens
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.provenance import redact
 from workbench.track.store import Store
@@ -28,10 +28,13 @@ def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
         UserError: the data or the tokenizer cannot be read; a run would fail the same way.
     """
     data = load_data(spec, store.home, seed=spec.seed)
+    steps = last_step(spec, data.train_stream())
+    tokens = steps * spec.tokens_per_step
     counts = count_parameters(spec.model, data.tokenizer.vocab_size)
     facts: dict[str, Any] = {
-        "effective.budget.tokens": spec.total_tokens,
-        "effective.budget.lr_trace": planned_trace(spec),
+        "effective.budget.tokens": tokens,
+        "effective.budget.lr_trace": planned_trace(spec, steps),
+        "effective.budget.ramp_tokens": ramp_tokens(spec),
         "effective.optimizer.sequences_per_update": spec.sequences_per_update,
         "effective.optimizer.warmup_steps": spec.warmup_steps,
         "effective.precision.compute_dtype": {"bf16": "bfloat16", "fp32": "float32"}[
@@ -47,15 +50,15 @@ def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
     facts |= {f"effective.data.{k}": v for k, v in data.facts["data"].items()}
     for name, one in data.facts["evaluation"].items():
         facts |= {f"effective.evaluation.{name}.{k}": v for k, v in one.items()}
-    if spec.total_tokens <= MOST_REPLAYED_TOKENS:
-        facts["effective.data.order_digest"] = _planned_digest(spec, data)
+    if tokens <= MOST_REPLAYED_TOKENS:
+        facts["effective.data.order_digest"] = _planned_digest(spec, data, steps)
     return facts
 
 
-def _planned_digest(spec: RunSpec, data: Data) -> str:
+def _planned_digest(spec: RunSpec, data: Data, steps: int) -> str:
     """The digest of all the windows that the run will consume."""
     stream, digest = data.train_stream(), TokenDigest()
-    for _ in range(spec.training.steps):
+    for _ in range(steps):
         digest.update(stream.next_batch(spec.sequences_per_update))
     return digest.hexdigest()
 

@@ -6,14 +6,14 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from workbench.core import liger
 from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
 from workbench.core.data.batches import TokenDigest
@@ -25,12 +25,26 @@ from workbench.core.device import (
     require_compiler,
 )
 from workbench.core.evaluate import evaluate, write_scores
+from workbench.core.liger import choose_loss_backend
+from workbench.core.losses import linear_cross_entropy
 from workbench.core.memory import peak_bytes
-from workbench.core.model import build_model, compiled_forward, route_tables_sha256
-from workbench.core.optim import build_optimizer, parameter_table, table_sha256
+from workbench.core.model import (
+    TrainingForward,
+    build_model,
+    route_tables_sha256,
+    training_forward,
+)
+from workbench.core.optim import (
+    ParameterRow,
+    build_optimizers,
+    parameter_table,
+    table_sha256,
+)
 from workbench.core.precision import Precision, choose_precision
-from workbench.core.schedules import RateTrace
+from workbench.core.schedules import RateTrace, is_evaluated, is_logged, last_step, ramp_tokens
+from workbench.core.telemetry import ExpertWatch
 from workbench.core.train import (
+    Loss,
     StepResult,
     TrainState,
     loss_settings,
@@ -45,6 +59,7 @@ from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.events import Tracker
 from workbench.track.feeder import MlflowTracker
 from workbench.track.journal import Journal, columns
+from workbench.track.layer_table import LayerTable
 from workbench.track.provenance import code_facts, hardware_facts, provenance, redact
 from workbench.track.record import Effective, Point, RunRecord, Status, write_record
 from workbench.track.store import METRICS, RECORD, Store, release_run, storing
@@ -61,7 +76,10 @@ class Components:
     spec: RunSpec
     data: Data
     state: TrainState
-    forward: Callable[[Tensor], Tensor]
+    forward: TrainingForward
+    loss: Loss
+    steps: int
+    table: list[ParameterRow]
     effective: Effective
     device: torch.device
     precision: Precision
@@ -87,8 +105,12 @@ def build(spec: RunSpec, store: Store) -> Components:
         precision,
         grad_checkpointing=spec.training.grad_ckpt,
     ).to(device)
-    mode = spec.training.compile_mode
-    forward = compiled_forward(model, mode) if mode else model
+    forward = training_forward(model, spec.training.compile_mode)
+    training = spec.training
+    backend = choose_loss_backend(training.loss_backend, device, training.label_smoothing)
+    loss = {"chunked": linear_cross_entropy, "liger": liger.linear_cross_entropy}[backend]
+    stream = data.train_stream()
+    steps = last_step(spec, stream)
     table = parameter_table(model, spec.optimizer)
     counts = count_parameters(spec.model, data.tokenizer.vocab_size)
     effective = Effective.model_validate(
@@ -108,24 +130,25 @@ def build(spec: RunSpec, store: Store) -> Components:
             },
             "hardware": hardware_facts(device).model_dump(),
             "execution": {
-                "loss_backend": "chunked",
+                "loss_backend": backend,
                 "dispatch": model.dispatch,
                 "attention": model.attention_path,
-                "compiled": forward is not model,
+                "compiled": spec.training.compile_mode is not None,
                 "parallel": "one process",
             },
-            "budget": {"finished": False},
+            "budget": {"finished": False, "ramp_tokens": ramp_tokens(spec)},
             "code": code_facts().model_dump(),
         }
     )
     state = TrainState(
         model=model,
-        optimizer=build_optimizer(model, spec.optimizer, table),
-        stream=data.train_stream(),
+        optimizers=build_optimizers(model, spec.optimizer, table),
+        stream=stream,
         digest=TokenDigest(),
         trace=RateTrace(),
+        watch=ExpertWatch(model),
     )
-    return Components(spec, data, state, forward, effective, device, precision)
+    return Components(spec, data, state, forward, loss, steps, table, effective, device, precision)
 
 
 def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) -> RunOutcome:
@@ -144,7 +167,7 @@ def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) ->
             store.discard_run(folder)
             raise
         try:
-            with Reporter(spec.training.steps, quiet) as reporter:
+            with Reporter(parts.steps, quiet) as reporter:
                 exit_code = _train_and_record(parts, recorder, reporter, stop)
         finally:
             # The end is recorded: from here on a signal may cut the wait for the tracker short.
@@ -187,19 +210,16 @@ def _train_and_record(
 
 def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests) -> None:
     """The run itself: evaluate, then update, log, evaluate and save, to the last step."""
-    spec, steps = parts.spec, parts.spec.training.steps
-    every, log_steps = spec.evaluation.eval_steps, spec.telemetry.log_steps
+    spec, steps = parts.spec, parts.steps
     saved = time.monotonic()
 
     recorder.evaluation(stop.check, reporter)
-    for result in train(spec, parts.state, parts.forward):
+    for result in train(spec, parts.state, parts.forward, parts.loss):
         step = result.step
-        last = step == steps
-        evaluates = last or (every > 0 and step % every == 0)
-        logged = evaluates or step == 1 or step % log_steps == 0
+        last, logged = step == steps, is_logged(spec, step, steps)
         recorder.step(result, logged)
         reporter.step(result, logged)
-        if evaluates:
+        if is_evaluated(spec, step, steps):
             recorder.evaluation(stop.check, reporter)
         recorder.flush()
         saving = spec.checkpoint
@@ -209,6 +229,8 @@ def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: Stop
             saved = time.monotonic()
         if not last:
             stop.check()
+    if unused := parts.state.watch.unused:
+        reporter.say(f"warning: unused experts, no token reached them: {', '.join(unused)}")
 
 
 class Recorder:
@@ -220,6 +242,7 @@ class Recorder:
         spec = parts.spec
         self._parts, self._folder, self._tracker = parts, folder, tracker
         self._row: dict[str, float | int | None] = {}
+        self._layers = LayerTable(folder)
         self._since_log: list[StepResult] = []
         self._timed_seconds = 0.0
         self._timed_tokens = 0
@@ -235,8 +258,9 @@ class Recorder:
             provenance=provenance(command),
             git_commit=parts.effective.code.git_commit,
             params=parts.effective.parameters.total,
+            parameter_table=[asdict(row) for row in parts.table],
             tokens_per_step=spec.tokens_per_step,
-            total_tokens=spec.total_tokens,
+            total_tokens=spec.tokens_per_step * parts.steps,
             backend={"backend": device_kind(parts.device), "distributed": None},
             model_config_={
                 **spec.model.model_dump(mode="json"),
@@ -266,12 +290,16 @@ class Recorder:
             "train/smoothing": result.smoothing,
             "train/z_loss": result.z_loss,
             "grad_norm": result.grad_norm,
-            "lr": result.learning_rate,
+            **_rates(result),
+            **_terms(result),
+            **(result.experts.totals if result.experts else {}),
             # The first step's time is compilation and page faults, not training.
             "tokens_per_s": tokens / seconds if result.step > 1 else None,
             "step_seconds": seconds / len(self._since_log),
             "peak_memory_gb": peak_bytes(self._parts.device) / 1e9,
         }
+        if result.experts:
+            self._layers.add(result.step, result.tokens, result.experts.rows)
         self._since_log = []
 
     def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
@@ -295,6 +323,7 @@ class Recorder:
             write_scores(scores, path)
         self._row |= {"step": state.step, "tokens": state.tokens, **values}
         self.flush()
+        self._layers.flush()
         self.record.points.append(
             Point(
                 step=state.step,
@@ -331,7 +360,9 @@ class Recorder:
             StoreError: it cannot be written.
         """
         record, step = self.record, self._parts.state.step
+        self._layers.close()
         record.status = status
+        record.results.unused_experts = self._parts.state.watch.unused if step else []
         record.error, record.ended = error and redact(error), _now()
         record.results.tokens = self._parts.state.tokens
         record.results.seconds = time.monotonic() - self._began
@@ -383,6 +414,30 @@ class RunOutcome:
 def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     """MLflow, at the spec's address or in the store."""
     return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment)
+
+
+def _rates(result: StepResult) -> dict[str, float | None]:
+    """The learning rates of a step: AdamW's, and Muon's where it trains; of expert and shared
+    matrices the rate of AdamW, where that trains them."""
+    rates = result.rates
+    return {
+        "lr": result.learning_rate,
+        "shared_lr": rates.get("adamw/shared"),
+        "expert_lr": rates.get("adamw/expert"),
+        "muon_lr": next((rate for name, rate in rates.items() if name.startswith("muon/")), None),
+    }
+
+
+def _terms(result: StepResult) -> dict[str, float | None]:
+    """The auxiliary terms of a step: what each adds to the objective, its value, its weight."""
+    terms: dict[str, float | None] = {}
+    if one := result.balance:
+        terms |= {"train/balance": one.contribution}
+        terms |= {"router_aux_loss": one.value, "router_aux_weight": one.weight}
+    if one := result.diversity:
+        terms |= {"train/diversity": one.contribution}
+        terms |= {"expert_diversity_loss": one.value, "expert_diversity_lambda": one.weight}
+    return terms
 
 
 def _now() -> str:

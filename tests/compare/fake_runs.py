@@ -90,7 +90,7 @@ def full_effective(steps: int = STEPS) -> dict[str, Any]:
             "split": "documents by hash, 0.05 held out",
             "counts": {"dropped": 3},
         },
-        "budget": {"finished": True},
+        "budget": {"finished": True, "ramp_tokens": {"not_applicable": "no value is ramped"}},
         "parameters": {
             "total": 99_487_680,
             "active": 98_000_000,

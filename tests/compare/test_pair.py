@@ -377,7 +377,7 @@ def check(a: dict[str, Any], b: dict[str, Any], **options: Any) -> Any:
             "effective.tokenizer.sha256": sha(spec.tokenizer.name),
             "effective.tokenizer.name": spec.tokenizer.name,
             "effective.budget.lr_trace": sha(
-                f"{spec.optimizer} {spec.schedule} {spec.training.steps}"
+                f"{spec.optimizer.lr} {spec.schedule} {spec.training.steps}"
             ),
             "effective.precision.compute_dtype": spec.training.precision,
             "effective.optimizer.warmup_steps": spec.warmup_steps,

@@ -45,7 +45,10 @@ EFFECTS = {
 }
 VERDICT = {"-": "comparable", "flag": "flagged", "refuse": "refused"}
 
-FACTS = full_facts()
+# No one spec has every setting: those that do not apply to the full one get a value here, so that
+# every leaf of the schema is mutated.
+STAND_INS = {leaf: 0.25 for leaf, value in full_facts().items() if value is None}
+FACTS = full_facts() | STAND_INS
 JUDGED = [leaf for leaf in FACTS if tag_of(leaf).kind == "judged"]
 FREE = [leaf for leaf in FACTS if tag_of(leaf).kind == "free"]
 REQUESTED = [leaf for leaf in FACTS if tag_of(leaf).kind == "requested"]
@@ -161,7 +164,7 @@ def test_a_recorded_fact_taken_from_the_record_is_missing(leaf: str) -> None:
     document = full_record().model_dump(mode="json")
     del document["effective"][part][name]
     other = RunRecord.model_validate(document)
-    judgement = judge(FACTS, facts_of_record(other, other.points[-1]))
+    judgement = judge(FACTS, {**facts_of_record(other, other.points[-1]), **STAND_INS})
     names_only(judgement, str(tag_of(leaf).rule), leaf, "missing")
 
 
@@ -388,7 +391,8 @@ def as_dense() -> dict[str, Any]:
     record = full_record(
         spec=full_spec(model={"mlp_type": "dense", "learn_shared_routed_gates": None})
     )
-    facts = facts_of_record(record, record.points[-1])
+    facts = dict(facts_of_record(record, record.points[-1]))
+    facts |= {leaf: 0.25 for leaf in STAND_INS if leaf.startswith("optimizer.muon_")}
     absent = {"not_applicable": "a dense model has no routes"}
     facts |= {
         "effective.model.route_tables_sha256": absent,

@@ -17,12 +17,13 @@ from workbench.core.model import (
     Block,
     Transformer,
     build_model,
-    compiled_forward,
     load_reference_state,
     route_tables_sha256,
+    training_forward,
 )
 from workbench.core.moe import TokenRouted
 from workbench.core.precision import FLOAT32, Precision
+from workbench.core.telemetry import RouteCounter
 from workbench.spec.run import ModelSpec
 
 DATA = Path(__file__).parents[1] / "data"
@@ -137,10 +138,11 @@ def test_golden_routes_and_expert_counts(golden: Golden) -> None:
     layers = routed_layers(model)
     assert len(layers) == (3 if golden.spec.is_routed else 0)
     ids = golden.tensors["input_ids"][:, :-1]
+    routes = RouteCounter(model).count(ids.numpy(), [])
     for index, mlp in enumerate(layers):
         assert mlp.topk_token_to_expert.tolist() == golden.tensors[f"routes.{index}"].tolist()
         counts = golden.expected[f"layer{index}"]["expert_counts"]
-        assert mlp.expert_counts(ids).tolist() == counts
+        assert routes.hits[index].tolist() == counts
 
 
 def test_golden_rms_of_both_paths(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +317,7 @@ def test_bfloat16_activations_over_float32_weights(kind: str) -> None:
         model = build(tiny(mlp_type=kind), precision=precision)
         kinds: set[torch.dtype] = set()
         for block in model.layers:
-            block.register_forward_hook(lambda _m, _a, y, kinds=kinds: kinds.add(y.dtype))
+            block.register_forward_hook(lambda _m, _a, y, kinds=kinds: kinds.add(y[0].dtype))
         hidden = model(some_ids())
         assert kinds | {hidden.dtype} == {torch.bfloat16}
         assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -353,7 +355,7 @@ def test_compiled_blocks_give_the_same_loss_and_one_graph(kind: str) -> None:
     counters.clear()
     # More layers than dynamo's limit of recompilations: blocks must share one graph.
     model = build(tiny(mlp_type=kind, num_hidden_layers=10))
-    forward = compiled_forward(model, "default")
+    forward = training_forward(model, "default")
     ids = some_ids()
 
     def loss(hidden: Tensor) -> Tensor:
@@ -361,7 +363,7 @@ def test_compiled_blocks_give_the_same_loss_and_one_graph(kind: str) -> None:
 
     eager = gradients(model)
     model.zero_grad()
-    compiled = loss(forward(ids[:, :-1]))
+    compiled = loss(forward(ids[:, :-1]).hidden)
     compiled.backward()
     assert compiled.item() == pytest.approx(loss(model(ids[:, :-1])).item(), abs=1e-5)
     for name, parameter in model.named_parameters():
@@ -369,7 +371,7 @@ def test_compiled_blocks_give_the_same_loss_and_one_graph(kind: str) -> None:
     # A changed mixture reaches the compiled graph, without a new one.
     for mlp in routed_layers(model):
         mlp.route_weights.copy_(torch.tensor([0.9, 0.1]))
-    changed = loss(forward(ids[:, :-1])).item()
+    changed = loss(forward(ids[:, :-1]).hidden).item()
     assert changed == pytest.approx(loss(model(ids[:, :-1])).item(), abs=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
 

@@ -19,7 +19,7 @@ from workbench.cli import _guarded
 from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints
 from workbench.core.data.batches import TokenDigest
-from workbench.core.model import Block, Transformer, build_model
+from workbench.core.model import Block, Output, TrainingForward, Transformer, build_model
 from workbench.core.moe import TokenRouted
 from workbench.core.optim import parameter_table
 from workbench.core.schedules import learning_rate
@@ -196,12 +196,13 @@ def poison(model: Transformer, step: int, value: float = math.nan) -> None:
     model.get_parameter("layers.1.self_attn.q_proj.weight").register_hook(hook)
 
 
-def failing_forward(model: Transformer, step: int) -> Callable[[Tensor], Tensor]:
+def failing_forward(model: Transformer, step: int) -> TrainingForward:
     calls = [0]
 
-    def forward(ids: Tensor) -> Tensor:
+    def forward(ids: Tensor) -> Output:
         calls[0] += 1
-        return model(ids) * (math.inf if calls[0] == step else 1.0)
+        hidden, extras = model.through(ids, model.layers)
+        return Output(hidden * (math.inf if calls[0] == step else 1.0), extras)
 
     return forward
 
@@ -216,7 +217,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(
     next(steps)
     next(steps)
     before = weights_of(parts.state.model)
-    moments = copy.deepcopy(parts.state.optimizer.state_dict())
+    moments = copy.deepcopy(parts.state.optimizers[0].state_dict())
     with pytest.raises(TrainingStoppedError) as caught:
         next(steps)
     assert "step 3" in str(caught.value)
@@ -224,7 +225,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(
     assert parts.state.step == 2
     for name, tensor in weights_of(parts.state.model).items():
         assert torch.equal(tensor, before[name]), name
-    after = parts.state.optimizer.state_dict()
+    after = parts.state.optimizers[0].state_dict()
     for key, entries in moments["state"].items():
         for name, tensor in entries.items():
             assert torch.equal(after["state"][key][name], tensor)
@@ -363,13 +364,16 @@ def test_every_routed_expert_learns(tmp_path: Path, options: dict[str, Any]) -> 
     assert not frozen_experts(parts)
 
 
-def test_the_check_of_the_experts_sees_a_detached_path(
+def test_a_detached_expert_path_stops_the_run_in_its_fifth_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = tiny_parts(tmp_path, training={"steps": 5}, optimizer={"weight_decay": 0.0})
+    parts = tiny_parts(tmp_path, training={"steps": 9}, optimizer={"weight_decay": 0.0})
     whole = TokenRouted.routed
-    monkeypatch.setattr(TokenRouted, "routed", lambda self, x, ids: whole(self, x, ids).detach())
-    assert len(frozen_experts(parts)) == 24
+    monkeypatch.setattr(TokenRouted, "routed", lambda self, x, w: whole(self, x, w).detach())
+    with pytest.raises(TrainingStoppedError, match=r"step 5: layer 0 expert 0 gets tokens") as stop:
+        frozen_experts(parts)
+    assert stop.value.exit_code == 4
+    assert parts.state.step == 4
 
 
 def test_every_parameter_is_trained(tmp_path: Path) -> None:
@@ -421,7 +425,9 @@ def timed_run(
     monkeypatch.setattr(runner, "evaluate", slow(runner.evaluate, 1000.0))
     monkeypatch.setattr(runner, "save_checkpoint", slow(runner.save_checkpoint, 10000.0))
     monkeypatch.setattr(
-        runner, "train", lambda spec, state, forward: train(spec, state, forward, clock=clock)
+        runner,
+        "train",
+        lambda spec, state, forward, loss: train(spec, state, forward, loss, clock=clock),
     )
     spec = tiny_spec(
         tmp_path,
@@ -467,8 +473,8 @@ def test_a_bf16_run_computes_in_bfloat16_and_keeps_float32_masters(tmp_path: Pat
     )
     seen = set()
 
-    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        seen.add(output.dtype)
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen.add((output[0] if isinstance(output, tuple) else output).dtype)
 
     for module in parts.state.model.modules():
         if not isinstance(module, nn.ModuleList) and module is not parts.state.model.embed_tokens:

@@ -36,13 +36,17 @@ def test_the_original_columns_come_first_and_in_their_order() -> None:
     assert len(ORIGINAL_COLUMNS) == 29
     names = columns(SETS)
     assert names[:29] == ORIGINAL_COLUMNS
-    assert names[29:36] == (
+    assert names[29:40] == (
         "tokens",
         "train/nll",
         "train/objective",
         "train/smoothing",
         "train/z_loss",
+        "train/balance",
+        "train/diversity",
         "grad_norm",
+        "muon_lr",
+        "route_entropy",
         "train_split/nll",
     )
     assert set(MEASURED_COLUMNS) <= set(names)

@@ -88,8 +88,9 @@ def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
     # By parameter name, not by position: two experts of equal shape can never swap their moments.
     moments: dict[str, torch.Tensor] = {}
     for name, parameter in state.model.named_parameters():
-        for key, value in state.optimizer.state.get(parameter, {}).items():
-            moments[f"{name}/{key}"] = torch.as_tensor(value).detach()
+        for optimizer in state.optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                moments[f"{name}/{key}"] = torch.as_tensor(value).detach()
     save_file(moments, folder / "optimizer.safetensors")
 
     document = {
@@ -99,6 +100,7 @@ def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
         "stream": state.stream.state_dict(),
         "order_digest": state.digest.state_dict(),
         "lr_trace": state.trace.hexdigest(),
+        "expert_watch": state.watch.state_dict(),
         "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
         "spec": spec,
     }

@@ -46,6 +46,8 @@ def count_parameters(spec: ModelSpec, vocab_size: int) -> ParameterCounts:
             feed_forward += 3 * hidden * spec.shared_intermediate_size
         if spec.learn_shared_routed_gates:
             feed_forward += 2
+        if spec.mlp_type == "learned_router":
+            feed_forward += spec.num_experts * hidden
 
     embedding = vocab_size * hidden * (1 if spec.tie_word_embeddings else 2)
     total = embedding + layers * (attention + norms + feed_forward) + hidden

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.core.attention import Attention, grouped_kernel, rotary_table
 from workbench.core.layers import RMSNorm
-from workbench.core.moe import DISPATCH, SwiGLU, TokenRouted
+from workbench.core.moe import (
+    DISPATCH,
+    Extras,
+    LearnedRouted,
+    RoutedFeedForward,
+    SwiGLU,
+    TokenRouted,
+)
 from workbench.core.precision import Precision, operands
+from workbench.core.routing import tables_sha256
+from workbench.core.schedules import ModelValues
 from workbench.spec.run import ModelSpec
 
 INIT_STD = 0.02
@@ -28,7 +38,17 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "shared_down.weight", "
 """Matrices that write into the residual stream: drawn narrower, so that its variance at the start
 does not grow with depth (Radford et al. 2019)."""
 
-BlockCall = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+BlockCall = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Extras]]
+
+
+class Output(NamedTuple):
+    """What a forward pass of training gives: hidden states [B, S, H], and the extras by layer."""
+
+    hidden: Tensor
+    extras: list[Extras]
+
+
+TrainingForward = Callable[[Tensor], Output]
 
 
 class Embedding(nn.Module):
@@ -62,17 +82,20 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size)
         self.self_attn = Attention(spec, precision)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size)
-        self.mlp: SwiGLU | TokenRouted
-        if spec.is_routed:
-            self.mlp = TokenRouted(spec, vocab_size, layer, precision)
-        else:
-            self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, precision)
+        self.mlp: SwiGLU | RoutedFeedForward
+        match spec.mlp_type:
+            case "dense":
+                self.mlp = SwiGLU(spec.hidden_size, spec.intermediate_size, precision)
+            case "token_routed":
+                self.mlp = TokenRouted(spec, vocab_size, layer, precision)
+            case "learned_router":
+                self.mlp = LearnedRouted(spec, precision)
 
-    def forward(self, x: Tensor, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, S, H], ids [B, S], cos and sin [S, D/2] -> [B, S, H]."""
+    def forward(self, x: Tensor, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Extras]:
+        """x [B, S, H], ids [B, S], cos and sin [S, D/2] -> [B, S, H] and the extras."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x), ids)
-        return y
+        y, extras = self.mlp(self.post_attention_layernorm(x), ids)
+        return x + y, extras
 
 
 class Transformer(nn.Module):
@@ -116,16 +139,36 @@ class Transformer(nn.Module):
         grouped = grouped_kernel(self.head_weight.device, dtype)
         return "sdpa, grouped key/value heads" if grouped else "sdpa, repeated key/value heads"
 
+    @property
+    def feed_forwards(self) -> list[SwiGLU | RoutedFeedForward]:
+        """The feed-forward of every layer."""
+        return [block.mlp for block in self.layers]  # type: ignore[misc]
+
+    @property
+    def routed_layers(self) -> list[RoutedFeedForward]:
+        """The feed-forwards that have experts; none in a dense model."""
+        return [mlp for mlp in self.feed_forwards if isinstance(mlp, RoutedFeedForward)]
+
+    def observe(self, on: bool) -> None:
+        """Whether training passes also measure what each path adds (see `moe.Extras`)."""
+        for mlp in self.feed_forwards:
+            mlp.observes = on
+
+    def set_values(self, values: ModelValues) -> None:
+        """Gives the scheduled values of the coming update to every layer."""
+        for layer in self.routed_layers:
+            layer.set_values(values)
+
     def forward(self, inputs: Tensor) -> Tensor:
         """inputs [B, S] int64 ids -> hidden states [B, S, H] after the final norm.
 
         Raises:
             ValueError: the sequence is longer than `max_position_embeddings`.
         """
-        return self.through(inputs, self.layers)
+        return self.through(inputs, self.layers).hidden
 
-    def through(self, inputs: Tensor, blocks: Iterable[BlockCall]) -> Tensor:
-        """`forward` with other callables (such as compiled ones) in the place of the blocks."""
+    def through(self, inputs: Tensor, blocks: Iterable[BlockCall]) -> Output:
+        """`forward` with its extras, by other callables (compiled ones) in place of the blocks."""
         length, limit = inputs.shape[1], self.spec.max_position_embeddings
         if length > limit:
             raise ValueError(
@@ -134,16 +177,17 @@ class Transformer(nn.Module):
             )
         cos, sin = self.rope_cos[:length], self.rope_sin[:length]
         x = self.embed_tokens(inputs).to(self.precision.compute)
+        extras: list[Extras] = []
         for block in blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
                 # Nothing in a block draws random numbers, so no random state has to be kept.
-                x = checkpoint(
+                x, found = checkpoint(
                     block, x, inputs, cos, sin, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x = block(x, inputs, cos, sin)
-        hidden: Tensor = self.norm(x)
-        return hidden
+                x, found = block(x, inputs, cos, sin)
+            extras.append(found)
+        return Output(self.norm(x), extras)
 
     def logits(self, inputs: Tensor) -> Tensor:
         """inputs [B, S] -> float32 logits [B, S, V]. All at once: for tests and export only."""
@@ -183,27 +227,33 @@ def initialise(model: Transformer, seed: int) -> None:
         parameter.normal_(0.0, std, generator=generator)
 
 
-def compiled_forward(model: Transformer, mode: str) -> Callable[[Tensor], Tensor]:
-    """`model.forward` through compiled blocks, for batches of one shape. The model itself, its
-    parameters and their names stay as they are."""
-    blocks = [
-        torch.compile(block, mode=mode, fullgraph=True, dynamic=False) for block in model.layers
-    ]
+def training_forward(model: Transformer, compile_mode: str | None) -> TrainingForward:
+    """The forward pass that a run trains through; evaluation takes the model itself.
+
+    With a mode the blocks are compiled for batches of one shape; the model, its parameters and
+    their names stay as they are.
+    """
+    blocks: Iterable[BlockCall] = model.layers
+    if compile_mode:
+        blocks = [
+            torch.compile(block, mode=compile_mode, fullgraph=True, dynamic=False)
+            for block in model.layers
+        ]
     return lambda inputs: model.through(inputs, blocks)
 
 
 def route_tables_sha256(model: Transformer) -> str | dict[str, str]:
     """Hash of all route tables in the order of layers, by value, whatever integers hold them."""
-    if not model.spec.is_routed:
-        return {"not_applicable": "a dense model"}
-    digest = hashlib.sha256()
-    for block in model.layers:
-        assert isinstance(block, Block)
-        assert isinstance(block.mlp, TokenRouted)
-        table = block.mlp.topk_token_to_expert.cpu().to(torch.int64)
-        digest.update(f"{tuple(table.shape)}".encode())
-        digest.update(table.numpy().astype("<i8").tobytes())
-    return digest.hexdigest()
+    tables = [
+        layer.topk_token_to_expert
+        for layer in model.routed_layers
+        if isinstance(layer, TokenRouted)
+    ]
+    if not tables:
+        routed = model.spec.is_routed
+        reason = "a learned router has no table" if routed else "a dense model"
+        return {"not_applicable": reason}
+    return tables_sha256(tables)
 
 
 def load_reference_state(model: Transformer, state: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Feed-forward layers: dense SwiGLU, and a shared SwiGLU beside experts chosen by token id.
+"""Feed-forward layers: dense SwiGLU, and a shared SwiGLU beside experts that are routed to.
 
 B batch, S sequence, H hidden, V vocabulary, E experts, K routes of a token, W width of an expert.
 
-Routing by id needs no router: a table [K, V] says which experts a token goes to. All experts are
+Two kinds of routing: `TokenRouted` looks the experts of a token id up in a table [K, V], without a
+router; `LearnedRouted`, its control, lets a linear map of the hidden state choose. All experts are
 computed as one SwiGLU of width E*W whose hidden activation is multiplied by the token's weight for
 the expert (0 for one it is not routed to). Experts are narrow here, 40 to 768 wide, and one wide
 product beats sorting tokens into many thin ones; it also gives every expert a gradient on every
@@ -17,12 +18,23 @@ from torch.nn import functional as F
 
 from workbench.core.layers import Linear
 from workbench.core.precision import Precision, linear
+from workbench.core.routing import route_table
+from workbench.core.schedules import ModelValues
 from workbench.spec.run import ModelSpec
 
 DISPATCH = "all experts as one wide product, masked by route"
 
-ROUTING_SEED = 0xC0DE
-"""Layer l permutes its experts under this seed + l, whatever the seed of the run."""
+EXPERT_STACKS = ("gate_proj_w", "up_proj_w", "down_proj_w")
+SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down")
+
+Extras = dict[str, Tensor]
+"""What a layer finds on the way, by name; empty where nobody asked.
+
+    route_hits         [E] float32, detached: how many routes reach each expert (learned router)
+    route_probability  [E] float32, differentiable: summed router probabilities (learned router)
+    shared_square      float32 scalar, detached: summed squares of what the shared path adds
+    routed_square      likewise of what the experts add
+"""
 
 
 class SwiGLU(nn.Module):
@@ -33,24 +45,24 @@ class SwiGLU(nn.Module):
         self.gate_proj = Linear(hidden, width, precision)
         self.up_proj = Linear(hidden, width, precision)
         self.down_proj = Linear(width, hidden, precision)
+        self.observes = False
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
         """x [B, S, H] -> [B, S, H]; the token ids play no part."""
         output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return output
+        return output, {"shared_square": _squares(output)} if self.observes else {}
 
 
-class TokenRouted(nn.Module):
-    """gate_s * shared(x) + gate_r * sum_k weight_k * expert_k(x), experts chosen by token id.
+class RoutedFeedForward(nn.Module):
+    """gate_s * shared(x) + gate_r * sum_e weight_e * expert_e(x); the subclass weighs the experts.
 
-    The gates are learned scalars, or absent (1). The first route weighs p = `top_k_primary_weight`,
-    the others (1 - p) / (K - 1) each; a single route weighs 1.
+    The gates are learned scalars, or absent (1); a ramp shifts them, see `set_values`.
     """
 
-    topk_token_to_expert: Tensor
-    route_weights: Tensor
+    shared_gate_shift: Tensor
+    routed_gate_shift: Tensor
 
-    def __init__(self, spec: ModelSpec, vocab_size: int, layer: int, precision: Precision) -> None:
+    def __init__(self, spec: ModelSpec, precision: Precision) -> None:
         super().__init__()
         assert spec.num_experts
         assert spec.top_k
@@ -58,7 +70,8 @@ class TokenRouted(nn.Module):
         hidden, experts = spec.hidden_size, spec.num_experts
         width = spec.intermediate_size // experts
         self.precision = precision
-        self.experts = experts
+        self.experts, self.top_k = experts, spec.top_k
+        self.observes = False
 
         self.gate_proj_w = nn.Parameter(torch.empty(experts, hidden, width))
         self.up_proj_w = nn.Parameter(torch.empty(experts, hidden, width))
@@ -76,24 +89,45 @@ class TokenRouted(nn.Module):
             assert spec.routed_gate_init is not None
             self.shared_output_gate = nn.Parameter(torch.tensor(spec.shared_gate_init))
             self.routed_output_gate = nn.Parameter(torch.tensor(spec.routed_gate_init))
+            # Tensors, not Python floats: a compiled graph would keep the float it was traced with.
+            self.register_buffer("shared_gate_shift", torch.zeros(()), persistent=False)
+            self.register_buffer("routed_gate_shift", torch.zeros(()), persistent=False)
 
-        table = modulo_cyclic(vocab_size, experts, spec.top_k, layer)
-        self.register_buffer("topk_token_to_expert", table)
-        # A tensor, not a Python float: a compiled graph would keep the float it was traced with.
-        weights = torch.tensor(mixture(spec.top_k, spec.top_k_primary_weight))
-        self.register_buffer("route_weights", weights, persistent=False)
+    def expert_weights(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
+        """What each expert counts for each token, 0 where it is not routed: [B, S, E], float32."""
+        raise NotImplementedError
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
         """x [B, S, H], ids [B, S] -> [B, S, H]."""
-        routed = self.routed(x, ids)
+        weights, extras = self.expert_weights(x, ids)
+        routed = self.routed(x, weights)
         if not self.has_shared:
-            return routed
+            return routed, extras | self._observed(None, routed)
         shared = self.shared(x)
         if self.has_gates:
             # float32 gates: the sum is computed in float32 and rounded once.
-            gated = self.shared_output_gate * shared.float()
-            return (gated + self.routed_output_gate * routed.float()).to(x.dtype)
-        return shared + routed
+            by_shared, by_routed = self.gates()
+            gated, by_experts = by_shared * shared.float(), by_routed * routed.float()
+            output = (gated + by_experts).to(x.dtype)
+            return output, extras | self._observed(gated, by_experts)
+        return shared + routed, extras | self._observed(shared, routed)
+
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """The present gates of the shared and the routed path, float32 scalars."""
+        shared = self.shared_output_gate + self.shared_gate_shift
+        return shared, self.routed_output_gate + self.routed_gate_shift
+
+    @torch.no_grad()
+    def set_values(self, values: ModelValues) -> None:
+        """Gives the scheduled values of the coming update, in place.
+
+        A gate is a learned scalar that starts at its initial value; its ramp shifts it by as much
+        as the ramp has moved from there. It so reaches the final value where nothing was learned,
+        and keeps its gradient all along.
+        """
+        if self.has_gates:
+            self.shared_gate_shift.fill_(values.shared_gate_shift)
+            self.routed_gate_shift.fill_(values.routed_gate_shift)
 
     def shared(self, x: Tensor) -> Tensor:
         """The path of every token, in chunks of `chunk_tokens` (0: in one go), [B, S, H]."""
@@ -106,28 +140,92 @@ class TokenRouted(nn.Module):
         output: Tensor = self.shared_down(F.silu(self.shared_gate(x)) * self.shared_up(x))
         return output
 
-    def routed(self, x: Tensor, ids: Tensor) -> Tensor:
-        """The weighted sum over each token's experts, [B, S, H]."""
+    def routed(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts, weighted by `weights` [B, S, E]: [B, S, H]."""
         gate, up = (w.transpose(1, 2).flatten(0, 1) for w in (self.gate_proj_w, self.up_proj_w))
         down = self.down_proj_w.flatten(0, 1).t()  # [H, E*W]
         activation = F.silu(linear(x, gate, self.precision)) * linear(x, up, self.precision)
         # Weighted in float32: a weight such as 0.85 has no bfloat16 of its own.
         by_expert = activation.view(*x.shape[:-1], self.experts, -1)  # [B, S, E, W]
-        weighted = by_expert * self.expert_weights(ids).unsqueeze(-1)
+        weighted = by_expert * weights.unsqueeze(-1)
         return linear(weighted.flatten(-2).to(x.dtype), down, self.precision)
 
-    def expert_weights(self, ids: Tensor) -> Tensor:
-        """What each expert counts for each token, 0 where it is not routed: [..., E], float32."""
+    def _observed(self, shared: Tensor | None, routed: Tensor) -> Extras:
+        if not self.observes:
+            return {}
+        extras = {"routed_square": _squares(routed)}
+        return extras if shared is None else extras | {"shared_square": _squares(shared)}
+
+
+class TokenRouted(RoutedFeedForward):
+    """Experts chosen by token id, by a table.
+
+    The first route weighs p = `top_k_primary_weight`, the others (1 - p) / (K - 1) each; a single
+    route weighs 1.
+    """
+
+    topk_token_to_expert: Tensor
+    route_weights: Tensor
+
+    def __init__(self, spec: ModelSpec, vocab_size: int, layer: int, precision: Precision) -> None:
+        super().__init__(spec, precision)
+        assert spec.routing_strategy
+        table = route_table(spec.routing_strategy, vocab_size, self.experts, self.top_k, layer)
+        self.register_buffer("topk_token_to_expert", table)
+        weights = torch.tensor(mixture(self.top_k, spec.top_k_primary_weight))
+        self.register_buffer("route_weights", weights, persistent=False)
+
+    def set_values(self, values: ModelValues) -> None:
+        """As in the base class; also the weights of the routes."""
+        super().set_values(values)
+        weights = mixture(self.top_k, values.primary_weight)
+        self.route_weights.copy_(torch.tensor(weights))
+
+    def expert_weights(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
+        """As in the base class; the hidden state plays no part."""
         routes = self.topk_token_to_expert[:, ids]  # [K, B, S]
         experts = torch.arange(self.experts, device=ids.device, dtype=routes.dtype)
         weights = self.route_weights.view(-1, *[1] * (ids.ndim + 1))
-        return ((routes[..., None] == experts) * weights).sum(dim=0)
+        return ((routes[..., None] == experts) * weights).sum(dim=0), {}
 
-    def expert_counts(self, ids: Tensor) -> Tensor:
-        """Over how many routes each expert is reached from the tokens `ids`: [E], int64."""
-        return torch.bincount(
-            self.topk_token_to_expert[:, ids].flatten().long(), minlength=self.experts
-        )
+
+class Router(nn.Module):
+    """The linear map of a learned router, in float32 whatever the run computes in: the order of
+    close scores must not hang on a rounding."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, H] -> probabilities [B, S, E], float32."""
+        return F.linear(x.float(), self.weight).softmax(-1)
+
+
+class LearnedRouted(RoutedFeedForward):
+    """The control: experts chosen by the K largest of a softmax over the hidden state.
+
+    Their probabilities are renormalised to sum to 1. A single route keeps its raw probability
+    (Fedus et al. 2021): normalised it would be 1, and the router would learn nothing from the loss.
+    """
+
+    def __init__(self, spec: ModelSpec, precision: Precision) -> None:
+        super().__init__(spec, precision)
+        self.router = Router(spec.hidden_size, self.experts)
+
+    def expert_weights(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
+        """As in the base class; the token ids play no part."""
+        probabilities: Tensor = self.router(x)
+        chosen = probabilities.topk(self.top_k, dim=-1)
+        values = chosen.values
+        if self.top_k > 1:
+            values = values / values.sum(-1, keepdim=True)
+        weights = torch.zeros_like(probabilities).scatter(-1, chosen.indices, values)
+        hits = torch.zeros_like(probabilities).scatter(-1, chosen.indices, 1.0)
+        return weights, {
+            "route_hits": hits.flatten(0, -2).sum(0).detach(),
+            "route_probability": probabilities.flatten(0, -2).sum(0),
+        }
 
 
 def mixture(top_k: int, primary_weight: float | None) -> list[float]:
@@ -138,13 +236,33 @@ def mixture(top_k: int, primary_weight: float | None) -> list[float]:
     return [primary_weight] + [(1 - primary_weight) / (top_k - 1)] * (top_k - 1)
 
 
-def modulo_cyclic(vocab_size: int, experts: int, top_k: int, layer: int) -> Tensor:
-    """The route table of a layer, [K, V] int16, from token ids alone.
+def balance_terms(probability: Tensor, fraction: Tensor, tokens: int) -> Tensor:
+    """The share of these tokens in the balance loss E * sum_e fraction_e * mean probability_e
+    (Fedus et al. 2021), averaged over layers; float32 scalar.
 
-    A token's first expert is `permutation[id mod E]`, the k-th one (first + k) mod E.
+    probability [L, E] are probabilities summed over the tokens of a micro-batch, fraction [L, E]
+    the part of all routes of the whole update that reached each expert, `tokens` the whole
+    update's: the shares of all micro-batches add up to the loss of one large batch.
     """
-    generator = torch.Generator(device="cpu").manual_seed(ROUTING_SEED + layer)
-    permutation = torch.randperm(experts, generator=generator, device="cpu")
-    first = permutation[torch.arange(vocab_size, device="cpu") % experts]
-    steps = torch.arange(top_k, device="cpu")[:, None]
-    return ((first + steps) % experts).to(torch.int16)
+    return fraction.shape[-1] * (fraction * probability).sum() / (tokens * len(fraction))
+
+
+def diversity(layers: list[RoutedFeedForward], target: str) -> Tensor:
+    """The mean squared cosine between different experts of a layer, averaged over layers: scalar.
+
+    An expert is the vector of its down matrix (`down`) or of all three (`all`).
+    """
+    total = torch.zeros((), device=layers[0].down_proj_w.device)
+    for layer in layers:
+        stacks = [layer.down_proj_w]
+        if target == "all":
+            stacks += [layer.gate_proj_w, layer.up_proj_w]
+        experts = F.normalize(torch.cat([stack.flatten(1) for stack in stacks], dim=1))
+        cosines = experts @ experts.t()  # [E, E]
+        pairs = layer.experts * (layer.experts - 1)
+        total = total + (cosines.square().sum() - cosines.diagonal().square().sum()) / pairs
+    return total / len(layers)
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.detach().float().square().sum()

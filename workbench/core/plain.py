@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from workbench.core.attention import rotary_table
 from workbench.core.layers import EPSILON
 from workbench.core.model import INIT_STD
-from workbench.core.moe import mixture, modulo_cyclic
+from workbench.core.moe import mixture
+from workbench.core.routing import route_table
 from workbench.spec.run import ModelSpec, RunSpec
 
 
@@ -96,9 +97,10 @@ class PlainRouted(nn.Module):
             self.shared_gate = nn.Parameter(torch.tensor(spec.shared_gate_init))
             self.routed_gate = nn.Parameter(torch.tensor(spec.routed_gate_init))
         self.mixture = mixture(spec.top_k, spec.top_k_primary_weight)
-        self.register_buffer(
-            "routes", modulo_cyclic(vocab_size, spec.num_experts, spec.top_k, layer)
-        )
+        assert spec.routing_strategy
+        strategy, experts = spec.routing_strategy, spec.num_experts
+        table = route_table(strategy, vocab_size, experts, spec.top_k, layer)
+        self.register_buffer("routes", table)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         """x [B, S, H], ids [B, S] -> [B, S, H]."""

@@ -15,13 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from workbench.core.data.batches import TokenDigest, WindowStream
-from workbench.core.losses import LossSettings, linear_cross_entropy
-from workbench.core.model import Transformer
-from workbench.core.optim import set_learning_rate
-from workbench.core.schedules import RateTrace, learning_rate
+from workbench.core.losses import LossSettings, LossSums, linear_cross_entropy
+from workbench.core.model import TrainingForward, Transformer, training_forward
+from workbench.core.moe import Extras, balance_terms, diversity
+from workbench.core.optim import rates, set_learning_rates
+from workbench.core.precision import Precision
+from workbench.core.schedules import (
+    RateTrace,
+    is_logged,
+    last_step,
+    learning_rate,
+    model_values,
+)
+from workbench.core.telemetry import ExpertReport, ExpertWatch, RouteCounter, report
 from workbench.core.workspace import Workspace
 from workbench.errors import TrainingStoppedError
 from workbench.spec.run import RunSpec
+
+Loss = Callable[[Tensor, Tensor, Tensor, LossSettings, Precision, Workspace], LossSums]
+"""A loss backend: sums over one micro-batch, see `losses.linear_cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """An auxiliary term of the objective: its value, and the coefficient it was weighed with."""
+
+    value: float
+    weight: float
+
+    @property
+    def contribution(self) -> float:
+        """What it adds to the objective."""
+        return self.value * self.weight
 
 
 @dataclass(frozen=True)
@@ -29,18 +54,24 @@ class StepResult:
     """What one update measured. Losses are means over all its tokens, in nats per token.
 
     `nll` is the plain negative log-likelihood; `objective` is what was optimised: nll + smoothing
-    + z_loss. `grad_norm` is the global L2 norm before clipping. `seconds` covers the update alone:
-    data, forward, backward, optimizer; not evaluation, saving or logging.
+    + z_loss + the contributions of `balance` and `diversity` (None: not part of it). `grad_norm` is
+    the global L2 norm before clipping. `rates` are the learning rates of the parameter groups.
+    `experts` is the expert telemetry, where it was due. `seconds` covers the update alone: data,
+    forward, backward, optimizer; not evaluation, saving or logging.
     """
 
     step: int
     tokens: int
     learning_rate: float
+    rates: dict[str, float]
     nll: float
     objective: float
     smoothing: float
     z_loss: float
+    balance: Term | None
+    diversity: Term | None
     grad_norm: float
+    experts: ExpertReport | None
     seconds: float
 
 
@@ -49,10 +80,11 @@ class TrainState:
     """All that moves while a run trains; what a checkpoint has to hold."""
 
     model: Transformer
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     stream: WindowStream
     digest: TokenDigest
     trace: RateTrace
+    watch: ExpertWatch
     step: int = 0
     tokens: int = 0
 
@@ -60,41 +92,52 @@ class TrainState:
 def train(
     spec: RunSpec,
     state: TrainState,
-    forward: Callable[[Tensor], Tensor] | None = None,
+    forward: TrainingForward | None = None,
+    loss: Loss = linear_cross_entropy,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[StepResult]:
-    """Trains from `state.step` to `training.steps`, yielding after each update.
+    """Trains from `state.step` to the last step, yielding after each update.
 
     What the caller does between two results (evaluate, save, log) is outside the clock. `forward`
-    is the callable that maps ids [B, S] to hidden states [B, S, H], the model itself unless it was
-    compiled.
+    is the callable to train through, the model's own unless it was compiled; `loss` the backend.
 
     Raises:
-        TrainingStoppedError: a loss or a gradient is not finite; the weights are those before it.
+        TrainingStoppedError: a loss or a gradient is not finite, or an expert gets tokens and no
+            gradient; the weights are those before the update.
     """
     training = spec.training
-    model, optimizer = state.model, state.optimizer
-    forward = forward or model
+    model, optimizers = state.model, state.optimizers
+    forward = forward or training_forward(model, None)
     device = model.head_weight.device
     settings = loss_settings(spec)
     workspace = Workspace(direct=True)
     tied = model.lm_head is None
     model.embed_tokens.sparse_gradient = tied and device.type == "cpu"
+    model.observe(spec.telemetry.moe)
+    counter = RouteCounter(model)
+    steps = last_step(spec, state.stream)
 
-    while state.step < training.steps:
+    while state.step < steps:
         began = clock()
         step = state.step + 1
-        rate = learning_rate(spec, step)
-        set_learning_rate(optimizer, rate)
+        set_learning_rates(optimizers, spec, step)
+        values = model_values(spec, step)
+        model.set_values(values)
         windows = state.stream.next_batch(spec.sequences_per_update)  # [N, S + 1]
         scored = windows.shape[0] * training.seq_len
+        micro_batches = [
+            torch.from_numpy(micro).to(device)
+            for micro in np.split(windows, training.gradient_accumulation_steps)
+        ]
+        fractions = route_fractions(spec, forward, micro_batches)
 
         # Every micro-batch weighs as many tokens as it has: sums, divided by the whole update's.
-        sums = np.zeros(4)
-        for micro in np.split(windows, training.gradient_accumulation_steps):
-            batch = torch.from_numpy(micro).to(device)
-            hidden = forward(batch[:, :-1])
-            loss = linear_cross_entropy(
+        sums, balance = np.zeros(4), 0.0
+        extras = []
+        for batch in micro_batches:
+            hidden, found = forward(batch[:, :-1])
+            extras.append(found)
+            parts = loss(
                 hidden.flatten(0, 1),
                 model.head_weight,
                 batch[:, 1:].flatten(),
@@ -102,19 +145,37 @@ def train(
                 model.precision,
                 workspace,
             )
-            (loss.objective / scored).backward()
-            parts = (loss.nll, loss.objective.detach(), loss.smoothing, loss.z)
-            sums += [float(part) for part in parts]
-        nll, objective, smoothing, z_loss = sums / scored
+            objective = parts.objective / scored
+            if spec.model.router_aux_loss_weight:
+                term = balance_of(found, fractions, scored)
+                objective = objective + spec.model.router_aux_loss_weight * term
+                balance += float(term.detach())
+            objective.backward()
+            each = (parts.nll, parts.objective.detach(), parts.smoothing, parts.z)
+            sums += [float(part) for part in each]
+        nll, total, smoothing, z_loss = (float(part) for part in sums / scored)
+        terms = [
+            balance_term(spec, balance),
+            diversity_term(model, values.diversity_lambda),
+        ]
+        total += sum(term.contribution for term in terms if term)
 
+        routes = counter.count(windows[:, :-1], extras)
+        experts = None
+        if spec.telemetry.moe and is_logged(spec, step, steps):
+            experts = report(model, routes, extras, scored)
         norm = clip_gradients(model, training.max_grad_norm)
-        if not (math.isfinite(objective) and math.isfinite(norm)):
-            raise not_finite(model, step, float(objective), norm)
-        optimizer.step()
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise not_finite(model, step, total, norm)
+        state.watch.check(step, routes)
+        for optimizer in optimizers:
+            optimizer.step()
         workspace.reclaim(model.head_weight)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         synchronize(device)
 
+        rate = learning_rate(spec, step)
         state.step = step
         state.tokens += scored
         state.digest.update(windows)
@@ -123,13 +184,68 @@ def train(
             step=step,
             tokens=state.tokens,
             learning_rate=rate,
-            nll=float(nll),
-            objective=float(objective),
-            smoothing=float(smoothing),
-            z_loss=float(z_loss),
+            rates=rates(optimizers),
+            nll=nll,
+            objective=total,
+            smoothing=smoothing,
+            z_loss=z_loss,
+            balance=terms[0],
+            diversity=terms[1],
             grad_norm=norm,
+            experts=experts,
             seconds=clock() - began,
         )
+
+
+def route_fractions(
+    spec: RunSpec, forward: TrainingForward, micro_batches: list[Tensor]
+) -> Tensor | None:
+    """The part of the update's routes that reaches each expert, [L, E] float32, before any
+    backward pass; None where one forward pass tells it, or nobody asks.
+
+    The balance loss is a product of two means over the whole update, so that its gradient in the
+    first micro-batch depends on the routes of the last. A pass without gradients finds them: with
+    it, accumulation gives what one large batch gives.
+    """
+    if not spec.model.router_aux_loss_weight or len(micro_batches) == 1:
+        return None
+    with torch.no_grad():
+        hits = [route_hits(forward(batch[:, :-1]).extras) for batch in micro_batches]
+    return normalised(torch.stack(hits).sum(0))
+
+
+def balance_of(extras: list[Extras], fractions: Tensor | None, tokens: int) -> Tensor:
+    """This micro-batch's part of the balance loss of an update of `tokens` tokens; a scalar."""
+    probability = torch.stack([one["route_probability"] for one in extras])
+    if fractions is None:
+        fractions = normalised(route_hits(extras))
+    return balance_terms(probability, fractions, tokens)
+
+
+def route_hits(extras: list[Extras]) -> Tensor:
+    """Routes that reached each expert in one micro-batch, [L, E] float32."""
+    return torch.stack([one["route_hits"] for one in extras])
+
+
+def normalised(hits: Tensor) -> Tensor:
+    """Counts [L, E] as fractions of each layer's routes."""
+    return hits / hits.sum(-1, keepdim=True)
+
+
+def balance_term(spec: RunSpec, value: float) -> Term | None:
+    """The balance loss as a term of the objective; None where there is none."""
+    weight = spec.model.router_aux_loss_weight
+    return Term(value, weight) if weight else None
+
+
+def diversity_term(model: Transformer, weight: float) -> Term | None:
+    """Computes the diversity penalty and adds its gradient; None at weight 0, with no work done."""
+    if not weight:
+        return None
+    assert model.spec.expert_diversity_target
+    value = diversity(model.routed_layers, model.spec.expert_diversity_target)
+    (weight * value).backward()  # type: ignore[no-untyped-call]
+    return Term(float(value.detach()), weight)
 
 
 def loss_settings(spec: RunSpec) -> LossSettings:

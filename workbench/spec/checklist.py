@@ -133,6 +133,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
         "model.shared_expert_chunk_tokens",
         _judged("execution", "model.mlp_type", "model.shared_expert"),
     ),
+    ("model.*_schedule_*", _requested("model", "effective.budget.ramp_tokens")),
     ("model.*", _judged("model")),
     ("tokenizer.*", _requested("tokenizer", _TOKENIZER)),
     ("data.dataset", _requested("data", "effective.data.*")),
@@ -146,6 +147,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
             "effective.budget.tokens",
             "effective.budget.lr_trace",
             "effective.budget.decay_tokens",
+            "effective.budget.ramp_tokens",
         ),
     ),
     ("training.batch_size", _judged("execution")),
@@ -159,6 +161,9 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("training.loss_backend", _requested("execution", "effective.execution.loss_backend")),
     ("training.compile_mode", _judged("execution", "training.compile")),
     ("training.*", _judged("execution")),
+    # What trains a part of the model, and exists only where that part does, belongs to the model.
+    ("optimizer.shared_*", _judged("model", "model.mlp_type", "model.shared_expert")),
+    ("optimizer.expert_*", _judged("model", "model.mlp_type")),
     ("optimizer.*", _judged("optimizer")),
     ("schedule.warmup_steps", _requested("optimizer", "effective.optimizer.warmup_steps")),
     ("schedule.*", _judged("optimizer")),
@@ -196,6 +201,11 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     # Where the decay ends: two runs at the same token count, one half way down its cosine and one
     # at its end, have not had the same budget, whatever else explains their learning rates.
     ("effective.budget.decay_tokens", _judged("budget", "schedule.decay")),
+    # Where the ramps of model values end.
+    (
+        "effective.budget.ramp_tokens",
+        _judged("budget", "model.*", "effective.budget.decay_tokens"),
+    ),
     (
         "effective.budget.lr_trace",
         _judged(

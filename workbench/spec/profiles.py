@@ -1,7 +1,8 @@
-"""The named model sizes, and how a model section is completed from them."""
+"""The named model sizes, and how the sections of a spec are completed from them and defaults."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,21 +28,73 @@ PROFILES: dict[str, Profile] = {
     "8b": Profile(4096, 32, 32, 8, 3072, 12288),
 }
 
-SIZES = tuple(asdict(PROFILES["100m"]))
 
-# What only a routed feed-forward has: null in the resolved spec of a dense model.
-EXPERT_DEFAULTS: dict[str, Any] = {
+@dataclass(frozen=True)
+class Ramp:
+    """A value that moves over the run: the fields that switch it on, its length when not given."""
+
+    switches: tuple[str, ...]
+    ratio: float
+    zero_is_off: bool = False
+
+    def is_on(self, model: Mapping[str, Any]) -> bool:
+        """Whether this model section has a value to ramp."""
+        given = [model.get(name) for name in self.switches]
+        return any(given) if self.zero_is_off else any(value is not None for value in given)
+
+
+# By the prefix of the fields `..._ratio` (of the run's steps) and `..._steps`.
+RAMPS: dict[str, Ramp] = {
+    "top_k_primary_weight_schedule": Ramp(("top_k_primary_weight_final",), 0.5),
+    "gate_schedule": Ramp(("shared_gate_final", "routed_gate_final"), 0.5),
+    "expert_diversity_schedule": Ramp(("expert_diversity_lambda",), 0.7, zero_is_off=True),
+}
+
+_EXPERTS: dict[str, Any] = {
     "shared_expert": True,
-    "shared_intermediate_size": None,
-    "shared_expert_chunk_tokens": 0,
     "num_experts": 4,
     "top_k": 2,
-    "top_k_primary_weight": 0.5,
-    "routing_strategy": "modulo_cyclic",
     "learn_shared_routed_gates": False,
-    "shared_gate_init": 1.0,
-    "routed_gate_init": 0.1,
+    "expert_diversity_lambda": 0.0,
 }
+_SHARED_PATH: dict[str, Any] = {
+    "shared_intermediate_size": None,
+    "shared_expert_chunk_tokens": 0,
+}
+_TABLE: dict[str, Any] = {"routing_strategy": "modulo_cyclic", "top_k_primary_weight": 0.5}
+_ROUTER: dict[str, Any] = {"router_aux_loss_weight": 0.01}
+_GATES: dict[str, Any] = {"shared_gate_init": 1.0, "routed_gate_init": 0.1}
+
+DENSE_NULLS = (
+    *_EXPERTS,
+    *_SHARED_PATH,
+    *_TABLE,
+    *_ROUTER,
+    *_GATES,
+    "top_k_primary_weight_final",
+    "shared_gate_final",
+    "routed_gate_final",
+    "expert_diversity_target",
+    *(f"{prefix}_{unit}" for prefix in RAMPS for unit in ("ratio", "steps")),
+)
+"""The fields of the model section that only a routed feed-forward has."""
+
+_MUON: dict[str, Any] = {
+    "muon_scope": "expert",
+    "muon_lr": 3e-3,
+    "muon_momentum": 0.95,
+    "muon_nesterov": True,
+    "muon_ns_steps": 5,
+    "muon_orthogonal_blend": 0.5,
+    "muon_max_update_rms": 1.0,
+}
+
+MUON_KINDS: dict[str, tuple[str, ...]] = {
+    "expert": ("expert",),
+    "expert_shared": ("expert", "shared"),
+    "all": ("expert", "shared", "matrix"),
+}
+"""Scope of Muon -> the kinds of matrices that it trains."""
 
 
 def complete_model(given: dict[str, Any]) -> dict[str, Any]:
@@ -71,16 +124,48 @@ def complete_model(given: dict[str, Any]) -> dict[str, Any]:
     if dense:
         return full
 
-    defaults = EXPERT_DEFAULTS | {"shared_intermediate_size": shared_width}
-    if full.get("shared_expert") is False:
-        for key in ("shared_intermediate_size", "shared_expert_chunk_tokens"):
-            defaults.pop(key)
-        defaults["learn_shared_routed_gates"] = False
-    if full.get("top_k") == 1:
-        defaults.pop("top_k_primary_weight")
-    if not full.get("learn_shared_routed_gates"):
-        defaults.pop("shared_gate_init")
-        defaults.pop("routed_gate_init")
+    defaults = dict(_EXPERTS)
+    if full.get("shared_expert", True) is not False:
+        defaults |= _SHARED_PATH | {"shared_intermediate_size": shared_width}
+    if full["mlp_type"] == "learned_router":
+        defaults |= _ROUTER
+    else:
+        defaults |= _TABLE
+        if full.get("top_k") == 1:
+            defaults.pop("top_k_primary_weight")
+    if full.get("learn_shared_routed_gates"):
+        defaults |= _GATES
+    if full.get("expert_diversity_lambda"):
+        defaults["expert_diversity_target"] = "down"
+    for prefix, ramp in RAMPS.items():
+        if ramp.is_on(full) and f"{prefix}_steps" not in full:
+            defaults[f"{prefix}_ratio"] = ramp.ratio
     for key, value in defaults.items():
         full.setdefault(key, value)
+    return full
+
+
+def complete_optimizer(given: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer section with the defaults that depend on its kind and on the model's.
+
+    Expert and shared matrices decay like all others under AdamW, and by little under Muon, whose
+    updates do not shrink with the gradient.
+    """
+    full = {key: value for key, value in given.items() if value is not None}
+    routed = model.get("mlp_type") != "dense"
+    if full.get("name") == "muon_tr":
+        if not routed:
+            full.setdefault("muon_scope", "all")
+        for key, value in _MUON.items():
+            full.setdefault(key, value)
+    on_muon = MUON_KINDS.get(str(full.get("muon_scope")), ())
+    shared = routed and model.get("shared_expert") is not False
+    for kind, exists, decay in (("expert", routed, 0.005), ("shared", shared, 0.01)):
+        if not exists:
+            continue
+        if kind in on_muon:
+            full.setdefault(f"{kind}_weight_decay", decay)
+        else:
+            full.setdefault(f"{kind}_lr_scale", 1.0)
+            full.setdefault(f"{kind}_weight_decay", full.get("weight_decay", 0.1))
     return full

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workbench.errors import Fault, UserError
-from workbench.spec.profiles import EXPERT_DEFAULTS, SIZES, complete_model
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+from workbench.errors import UserError
+from workbench.spec.consistency import contradictions
+from workbench.spec.profiles import MUON_KINDS, complete_model, complete_optimizer
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -34,11 +34,16 @@ class Section(BaseModel):
 
 
 class ModelSpec(Section):
-    """The architecture. Expert settings are None on a dense model."""
+    """The architecture, and what trains only a part of it.
+
+    Expert settings are None on a dense model, a routing table's on a learned router and the
+    reverse. A value named `..._final` is reached by a cosine ramp over `..._schedule_ratio` of the
+    run's steps (or `..._schedule_steps` of them); without it nothing is ramped.
+    """
 
     profile: Literal["50m", "100m", "200m", "300m", "1b", "8b", "custom"] = "100m"
     attention_type: Literal["mha", "gqa", "mqa"] = "gqa"
-    mlp_type: Literal["token_routed", "dense"] = "token_routed"
+    mlp_type: Literal["token_routed", "learned_router", "dense"] = "token_routed"
     hidden_size: Positive
     num_hidden_layers: Positive
     num_attention_heads: Positive
@@ -49,13 +54,34 @@ class ModelSpec(Section):
     shared_expert_chunk_tokens: Count | None = None
     num_experts: Positive | None = None
     top_k: Positive | None = None
-    top_k_primary_weight: Annotated[float, Field(ge=0, le=1)] | None = None
-    routing_strategy: Literal["modulo_cyclic"] | None = None
+    top_k_primary_weight: Share | None = None
+    top_k_primary_weight_final: Share | None = None
+    top_k_primary_weight_schedule_ratio: Share | None = None
+    top_k_primary_weight_schedule_steps: Positive | None = None
+    routing_strategy: (
+        Literal[
+            "modulo_cyclic",
+            "round_robin",
+            "random",
+            "token_id_balanced_hash",
+            "token_id_multi_hash",
+        ]
+        | None
+    ) = None
+    router_aux_loss_weight: NonNegative | None = None
     learn_shared_routed_gates: bool | None = None
     shared_gate_init: Finite | None = None
     routed_gate_init: Finite | None = None
+    shared_gate_final: Finite | None = None
+    routed_gate_final: Finite | None = None
+    gate_schedule_ratio: Share | None = None
+    gate_schedule_steps: Positive | None = None
+    expert_diversity_lambda: NonNegative | None = None
+    expert_diversity_target: Literal["down", "all"] | None = None
+    expert_diversity_schedule_ratio: Share | None = None
+    expert_diversity_schedule_steps: Positive | None = None
     max_position_embeddings: Positive = 2048
-    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10000.0
+    rope_theta: Above0 = 10000.0
     qk_norm: bool = True
     tie_word_embeddings: bool = True
 
@@ -108,9 +134,9 @@ class DataSpec(Section):
 
 
 class TrainingSpec(Section):
-    """One step: its batch, its precision, its loss; and how many of them."""
+    """One step: its batch, precision and loss; and how many of them (0: one pass of the data)."""
 
-    steps: Positive = 250
+    steps: Count = 250
     batch_size: Positive = 4
     seq_len: Positive = 1024
     gradient_accumulation_steps: Positive = 1
@@ -118,7 +144,7 @@ class TrainingSpec(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     grad_ckpt: bool = False
     max_grad_norm: NonNegative = 1.0
-    loss_backend: Literal["auto", "chunked"] = "auto"
+    loss_backend: Literal["auto", "chunked", "liger"] = "auto"
     loss_chunk_tokens: Count = 0
     loss_block_vocab: Positive = 2048
     label_smoothing: Fraction = 0.0
@@ -136,13 +162,32 @@ class TrainingSpec(Section):
 
 
 class OptimizerSpec(Section):
-    """The optimizer and its settings."""
+    """The optimizer and its settings; `lr` is AdamW's, also beside Muon.
 
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
+    Scales and decays of expert and shared matrices are None on a dense model, the scales also where
+    Muon trains the matrices: its rate is `muon_lr`.
+    """
+
+    name: Literal["adamw", "muon_tr"] = "adamw"
+    lr: Above0 = 3e-4
     weight_decay: NonNegative = 0.1
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    eps: Above0 = 1e-8
+    shared_lr_scale: Above0 | None = None
+    expert_lr_scale: Above0 | None = None
+    shared_weight_decay: NonNegative | None = None
+    expert_weight_decay: NonNegative | None = None
+    muon_scope: Literal["expert", "expert_shared", "all"] | None = None
+    muon_lr: Above0 | None = None
+    muon_momentum: Fraction | None = None
+    muon_nesterov: bool | None = None
+    muon_ns_steps: Positive | None = None
+    muon_orthogonal_blend: Share | None = None
+    muon_max_update_rms: NonNegative | None = None
+
+    def uses_muon_for(self, kind: Literal["expert", "shared", "matrix"]) -> bool:
+        """Whether Muon trains the matrices of this kind; AdamW trains all else."""
+        return self.muon_scope is not None and kind in MUON_KINDS[self.muon_scope]
 
 
 class ScheduleSpec(Section):
@@ -166,7 +211,7 @@ class TelemetrySpec(Section):
     """What is logged beside the losses."""
 
     log_steps: Positive = 10
-    moe: Literal[False] = False
+    moe: bool = False
 
 
 class CheckpointSpec(Section):
@@ -207,11 +252,20 @@ class RunSpec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        optimizer = given.get("optimizer") or {}
+        model = given.get("model") or {}
+        if not isinstance(optimizer, dict) or not isinstance(model, dict):
+            return given
+        return given | {"optimizer": complete_optimizer(optimizer, model)}
+
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        faults = [*_name_faults(self), *_model_faults(self.model), *_data_faults(self)]
-        faults += [*_training_faults(self)]
-        if faults:
+        if faults := contradictions(self):
             raise UserError(*faults)
         return self
 
@@ -226,9 +280,9 @@ class RunSpec(Section):
         return self.sequences_per_update * self.training.seq_len
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens the whole run is to consume."""
-        return self.tokens_per_step * self.training.steps
+    def total_tokens(self) -> int | None:
+        """Tokens the whole run is to consume; None for a run to the end of its data."""
+        return self.tokens_per_step * self.training.steps if self.training.steps else None
 
     @property
     def warmup_steps(self) -> int:
@@ -254,130 +308,3 @@ def document_hash(document: Mapping[str, Any]) -> str:
         document = {**document, "tracking": {**tracking, "uri": None}}
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _name_faults(spec: RunSpec) -> list[Fault]:
-    if NAME.fullmatch(spec.name) and len(spec.name) <= 120:
-        return []
-    allowed = "letters, digits, '.', '_', '-'; the first a letter or digit; at most 120"
-    return [Fault("name", "this cannot be the name of a run", spec.name, allowed)]
-
-
-def _model_faults(model: ModelSpec) -> list[Fault]:
-    faults = []
-    heads, kv_heads, hidden = (
-        model.num_attention_heads,
-        model.num_key_value_heads,
-        model.hidden_size,
-    )
-    if hidden % heads:
-        message = f"hidden_size {hidden} is not divisible by {heads} heads"
-        faults.append(Fault("model.hidden_size", message, hidden, f"a multiple of {heads}"))
-    elif (hidden // heads) % 2:
-        message = f"rotary embeddings need an even head width; {hidden} / {heads} is odd"
-        faults.append(Fault("model.hidden_size", message, hidden, f"a multiple of {2 * heads}"))
-    where = "model.num_key_value_heads"
-    if heads % kv_heads:
-        message = f"{kv_heads} key/value heads do not divide {heads} heads"
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        faults.append(Fault(where, message, kv_heads, divisors))
-    elif model.attention_type == "mha" and kv_heads != heads:
-        message = f"mha has as many key/value heads as heads ({heads})"
-        faults.append(Fault(where, message, kv_heads, f"null or {heads}"))
-    elif model.attention_type == "mqa" and kv_heads != 1:
-        faults.append(Fault(where, "mqa has one key/value head", kv_heads, "null or 1"))
-    return faults + (_expert_faults(model) if model.is_routed else _dense_faults(model))
-
-
-def _dense_faults(model: ModelSpec) -> list[Fault]:
-    return [
-        Fault(f"model.{key}", "a dense model has no such setting", value, "null (unset it)")
-        for key in EXPERT_DEFAULTS
-        if (value := getattr(model, key)) is not None
-    ]
-
-
-def _expert_faults(model: ModelSpec) -> list[Fault]:
-    faults = []
-    experts, top_k = model.num_experts or 0, model.top_k or 0
-    width = model.intermediate_size
-    if width % experts:
-        message = f"the routed width {width} is not divisible by {experts} experts"
-        place = "model.intermediate_size"
-        faults.append(Fault(place, message, width, f"a multiple of {experts}"))
-    if top_k > experts:
-        message = f"top_k is above the {experts} experts"
-        faults.append(Fault("model.top_k", message, top_k, f"1 to {experts}"))
-    not_applicable: list[tuple[str, str]] = []
-    if top_k == 1:
-        not_applicable.append(("top_k_primary_weight", "with top_k 1 the weight is 1"))
-    if not model.learn_shared_routed_gates:
-        reason = "without learn_shared_routed_gates there is no gate"
-        not_applicable += [("shared_gate_init", reason), ("routed_gate_init", reason)]
-    if not model.shared_expert:
-        reason = "without shared_expert there is no shared path"
-        keys = ("shared_intermediate_size", "shared_expert_chunk_tokens")
-        not_applicable += [(key, reason) for key in keys]
-        if model.learn_shared_routed_gates:
-            place = "model.learn_shared_routed_gates"
-            faults.append(Fault(place, reason + " to weigh against", True, "false"))
-    for key, reason in not_applicable:
-        if (value := getattr(model, key)) is not None:
-            faults.append(Fault(f"model.{key}", reason, value, "null (unset it)"))
-    if model.shared_expert and model.shared_intermediate_size is None:
-        place = "model.shared_intermediate_size"
-        faults.append(Fault(place, "profile custom needs every size", None, "a positive integer"))
-    return faults
-
-
-def _data_faults(spec: RunSpec) -> list[Fault]:
-    faults = []
-    data, tokenizer = spec.data, spec.tokenizer
-    text_only = ("text_file", "text_field", "text_unit")
-    unused: tuple[str, ...] = () if data.dataset == "text" else text_only
-    if data.dataset == "random":
-        unused += ("held_out_ratio", "order")
-    for key in unused:
-        if (value := getattr(data, key)) is not None:
-            message = f"does not apply to dataset {data.dataset!r}"
-            faults.append(Fault(f"data.{key}", message, value, "null (unset it)"))
-    if data.dataset == "text" and data.text_file is None:
-        allowed = "a file, folder or glob of .txt, .jsonl or .parquet"
-        faults.append(Fault("data.text_file", "dataset 'text' needs it", None, allowed))
-    if tokenizer.name == "file" and tokenizer.path is None:
-        faults.append(
-            Fault("tokenizer.path", "tokenizer 'file' needs it", None, "a .tiktoken rank file")
-        )
-    if tokenizer.name != "file" and tokenizer.path is not None:
-        message = f"only tokenizer 'file' reads a path, not {tokenizer.name!r}"
-        faults.append(Fault("tokenizer.path", message, tokenizer.path, "null (unset it)"))
-    sets = spec.evaluation.sets
-    if len(set(sets)) != len(sets):
-        faults.append(Fault("evaluation.sets", "a set is named twice", sets, "each set once"))
-    if data.held_out_ratio == 0 and "held_out" in sets:
-        message = "held_out_ratio 0 leaves no documents to hold out"
-        faults.append(Fault("evaluation.sets", message, sets, "[train_split]"))
-    return faults
-
-
-def _training_faults(spec: RunSpec) -> list[Fault]:
-    faults = []
-    training = spec.training
-    if training.seq_len > spec.model.max_position_embeddings:
-        message = f"longer than model.max_position_embeddings {spec.model.max_position_embeddings}"
-        allowed = f"1 to {spec.model.max_position_embeddings}"
-        faults.append(Fault("training.seq_len", message, training.seq_len, allowed))
-    if training.compile_mode is not None and not training.compile:
-        place = "training.compile_mode"
-        value = training.compile_mode
-        faults.append(Fault(place, "does not apply without compile", value, "null (unset it)"))
-    warmup = spec.schedule.warmup_steps
-    if warmup is not None and warmup > training.steps:
-        message = f"longer than the run's {training.steps} steps"
-        faults.append(
-            Fault("schedule.warmup_steps", message, warmup, f"null or 0 to {training.steps}")
-        )
-    return faults
-
-
-__all__ = ["NAME", "SIZES", "ModelSpec", "RunSpec", "spec_hash"]

@@ -55,7 +55,18 @@ ORIGINAL_COLUMNS = (
 # Original columns that repeat a named number; filled by `legacy_cells`, sent nowhere.
 TWINS = ("train_loss", "train_ppl", "eval_loss", "eval_ppl", "tok_s", "total_loss")
 
-_TRAIN = ("tokens", "train/nll", "train/objective", "train/smoothing", "train/z_loss", "grad_norm")
+_TRAIN = (
+    "tokens",
+    "train/nll",
+    "train/objective",
+    "train/smoothing",
+    "train/z_loss",
+    "train/balance",
+    "train/diversity",
+    "grad_norm",
+    "muon_lr",
+    "route_entropy",
+)
 _PER_SET = ("nll", "perplexity", "bits_per_byte")
 
 # Measurements of time, speed or memory. Every other column is reproducible bit for bit.

@@ -64,6 +64,7 @@ class BudgetFacts(_Part):
     """Whether the run reached its planned end. Tokens and learning rates stand in the points."""
 
     finished: bool | None = None
+    ramp_tokens: dict[str, int] | NotApplicable | None = None
 
 
 class ParameterFacts(_Part):
@@ -180,6 +181,8 @@ class Results(_Part):
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     final: dict[str, float] = {}
+    # Experts that no token of the run has reached, such as "layer 3 expert 1".
+    unused_experts: list[str] = []
 
 
 class RunRecord(_Part):
@@ -202,6 +205,8 @@ class RunRecord(_Part):
     git_commit: str | None = None
     params: int | None = None
     world_size: int = 1
+    # One row for each trainable tensor: its shape, kind, optimizer, scale of the rate, decay.
+    parameter_table: list[dict[str, Any]] = []
     tokens_per_step: int
     total_tokens: int
     backend: dict[str, Any] = {}

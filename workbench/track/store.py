@@ -19,7 +19,7 @@ from pathlib import Path
 
 from workbench.errors import UserError, did_you_mean
 from workbench.errors import storing as storing
-from workbench.spec.run import NAME
+from workbench.spec.consistency import NAME
 from workbench.track.record import RunRecord, Status, read_record
 
 FOLDER = "mlruns"

@@ -1,0 +1,254 @@
+"""What the experts do: exact route counts, the watch over frozen experts, and expert telemetry.
+
+L layers, E experts, K routes of a token, N sequences of an update, S sequence, T = N * S tokens.
+
+Counts of a token-routed model are taken from the token ids of the update, outside the model, and
+those of a learned router from its own forward pass: no evaluation, no padding and no recomputation
+can enter them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from workbench.core.model import Transformer
+from workbench.core.moe import (
+    EXPERT_STACKS,
+    SHARED_MATRICES,
+    Extras,
+    RoutedFeedForward,
+    SwiGLU,
+    TokenRouted,
+)
+from workbench.errors import TrainingStoppedError
+
+Int64 = npt.NDArray[np.int64]
+
+STRIKES = 5
+"""Updates in which an expert may have tokens and no gradient before the run stops."""
+
+# Columns of the replaced runner hold so many experts; those beyond stand in the table by layer.
+EXPERT_COLUMNS = 4
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How many routes of one update reached each expert, [L, E] each.
+
+    `live` are those of a weight other than zero: only they give an expert a gradient.
+    """
+
+    hits: Int64
+    live: Int64
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """The telemetry of one update: totals by column, and rows by layer and expert.
+
+    A row has `layer`, `expert` (None: the whole layer), `metric` and `value`.
+    """
+
+    totals: dict[str, float]
+    rows: list[Row]
+
+
+class RouteCounter:
+    """Counts the routes of updates."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._layers = model.routed_layers
+        self._tables = [
+            layer.topk_token_to_expert.cpu().numpy()
+            for layer in self._layers
+            if isinstance(layer, TokenRouted)
+        ]
+
+    def count(self, ids: Int64, extras: Sequence[list[Extras]]) -> Routes:
+        """The routes of the inputs `ids` [N, S]; `extras` are those of the update's micro-batches,
+        each a list over layers."""
+        if not self._layers:
+            none = np.zeros((0, 0), np.int64)
+            return Routes(none, none)
+        gates = [not layer.has_gates or bool(layer.gates()[1] != 0) for layer in self._layers]
+        if not self._tables:
+            found = sum(torch.stack([one["route_hits"] for one in micro]) for micro in extras)
+            assert isinstance(found, Tensor)
+            hits = found.round().to(torch.int64).cpu().numpy()
+            return Routes(hits, hits * np.array(gates)[:, None])
+        flat, experts = ids.ravel(), self._layers[0].experts
+        hits = np.zeros((len(self._tables), experts), np.int64)
+        live = np.zeros_like(hits)
+        for index, (layer, table) in enumerate(zip(self._layers, self._tables, strict=True)):
+            assert isinstance(layer, TokenRouted)
+            for weight, routes in zip(layer.route_weights.tolist(), table, strict=True):
+                reached = np.bincount(routes[flat], minlength=experts)
+                hits[index] += reached
+                if weight != 0 and gates[index]:
+                    live[index] += reached
+        return Routes(hits, live)
+
+
+class ExpertWatch:
+    """Remembers which experts ever got a token, and stops a run whose experts are frozen."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._layers = model.routed_layers
+        shape = (len(self._layers), self._layers[0].experts if self._layers else 0)
+        self._seen = np.zeros(shape, np.int64)
+        self._strikes = np.zeros((*shape, len(EXPERT_STACKS)), np.int64)
+
+    def check(self, step: int, routes: Routes) -> None:
+        """To be called with the update's gradients in place, before it is made.
+
+        Raises:
+            TrainingStoppedError: a matrix of an expert had tokens of non-zero weight in five
+                updates, and a gradient of exactly zero in each of them.
+        """
+        if not self._layers:
+            return
+        self._seen += routes.hits
+        zero = np.stack([_zero_gradients(layer) for layer in self._layers])  # [L, E, stacks]
+        self._strikes += zero & (routes.live > 0)[:, :, None]
+        frozen = np.argwhere(self._strikes >= STRIKES)
+        if len(frozen):
+            layer, expert, stack = frozen[0]
+            tokens = routes.live[layer, expert]
+            more = f", and {len(frozen) - 1} more matrices" if len(frozen) > 1 else ""
+            raise TrainingStoppedError.at(
+                f"step {step}",
+                f"layer {layer} expert {expert} gets tokens ({tokens:,} routes in this update) but "
+                f"the gradient of its {EXPERT_STACKS[stack]} was exactly zero in {STRIKES} "
+                f"updates{more}: it would stay as it was initialised",
+            )
+
+    @property
+    def unused(self) -> list[str]:
+        """Experts that no token has reached so far, such as "layer 3 expert 1"."""
+        return [f"layer {layer} expert {expert}" for layer, expert in np.argwhere(self._seen == 0)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, as JSON can hold them."""
+        return {"seen": self._seen.tolist(), "strikes": self._strikes.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from saved counts."""
+        self._seen = np.array(state["seen"], np.int64).reshape(self._seen.shape)
+        self._strikes = np.array(state["strikes"], np.int64).reshape(self._strikes.shape)
+
+
+def report(
+    model: Transformer, routes: Routes, extras: Sequence[list[Extras]], tokens: int
+) -> ExpertReport:
+    """The telemetry of an update of `tokens` tokens, its gradients in place and not yet clipped.
+
+    RMS are those of what each path adds to the residual stream, route weights and gates included,
+    over all tokens and channels. Norms are L2. Totals are over all layers: shares and the entropy
+    (nats) of summed counts, the dead experts of each layer counted, root mean squares of RMS, means
+    of gates, L2 norms over layers. A dense model has the shared path only.
+    """
+    rows: list[Row] = []
+
+    def note(layer: int, metric: str, value: float, expert: int | None = None) -> None:
+        rows.append({"layer": layer, "expert": expert, "metric": metric, "value": value})
+
+    width = tokens * model.spec.hidden_size
+    squares = _squared_norms(model.feed_forwards)
+    for index, mlp in enumerate(model.feed_forwards):
+        for path in ("shared", "routed"):
+            if f"{path}_square" in extras[0][index]:
+                total = sum(float(micro[index][f"{path}_square"]) for micro in extras)
+                note(index, f"{path}_rms", math.sqrt(total / width))
+        norms = squares[index]
+        if "shared" in norms:
+            note(index, "shared_grad_norm", math.sqrt(norms["shared"][0]))
+        if not isinstance(mlp, RoutedFeedForward):
+            continue
+        note(index, "routed_grad_norm", math.sqrt(sum(norms["experts"])))
+        if mlp.has_gates:
+            for path, gate in zip(("shared", "routed"), mlp.gates(), strict=True):
+                note(index, f"{path}_gate", float(gate.detach()))
+        hits = routes.hits[index]
+        note(index, "route_entropy", entropy(hits))
+        note(index, "dead_experts", float((hits == 0).sum()))
+        for expert, count in enumerate(hits.tolist()):
+            note(index, "route_count", float(count), expert)
+            note(index, "route_share", count / int(hits.sum()), expert)
+            note(index, "expert_grad_norm", math.sqrt(norms["experts"][expert]), expert)
+    return ExpertReport(_totals(rows, routes), rows)
+
+
+def entropy(counts: Int64) -> float:
+    """The entropy, in nats, of a distribution given by counts; at most log E."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum()) + 0.0
+
+
+def _totals(rows: list[Row], routes: Routes) -> dict[str, float]:
+    def of(metric: str, expert: int | None = None) -> list[float]:
+        found = (row for row in rows if row["metric"] == metric and row["expert"] == expert)
+        return [row["value"] for row in found]
+
+    totals: dict[str, float] = {}
+    for path in ("shared", "routed"):
+        if values := of(f"{path}_rms"):
+            totals[f"{path}_rms"] = math.sqrt(sum(v * v for v in values) / len(values))
+        if values := of(f"{path}_gate"):
+            totals[f"{path}_gate"] = sum(values) / len(values)
+        if values := of(f"{path}_grad_norm"):
+            totals[f"{path}_grad_norm"] = math.hypot(*values)
+    if not routes.hits.size:
+        return totals
+    counts = routes.hits.sum(0)
+    totals["expert_dead_count"] = sum(of("dead_experts"))
+    totals["route_entropy"] = entropy(counts)
+    for expert in range(min(len(counts), EXPERT_COLUMNS)):
+        totals[f"expert_{expert}_share"] = int(counts[expert]) / int(counts.sum())
+        totals[f"expert_{expert}_grad_norm"] = math.hypot(*of("expert_grad_norm", expert))
+    return totals
+
+
+def _squared_norms(layers: Sequence[SwiGLU | RoutedFeedForward]) -> list[dict[str, list[float]]]:
+    """Per layer the squared gradient norms of the shared path and of each expert: one transfer from
+    the device for all of them."""
+    pending: list[tuple[int, str, Tensor]] = []
+    for index, mlp in enumerate(layers):
+        present = [
+            parameter.grad
+            for name, parameter in mlp.named_parameters()
+            if parameter.grad is not None
+            and (isinstance(mlp, SwiGLU) or name.split(".")[0] in SHARED_MATRICES)
+        ]
+        if present:
+            norms = torch.stack([grad.square().sum() for grad in present])
+            pending.append((index, "shared", norms.sum().reshape(1)))
+        if isinstance(mlp, RoutedFeedForward):
+            stacks = [_gradient(mlp, name).flatten(1).square().sum(1) for name in EXPERT_STACKS]
+            pending.append((index, "experts", torch.stack(stacks).sum(0)))
+    values = torch.cat([value for _, _, value in pending]).tolist() if pending else []
+    found: list[dict[str, list[float]]] = [{} for _ in layers]
+    for index, name, value in pending:
+        found[index][name], values = values[: len(value)], values[len(value) :]
+    return found
+
+
+def _zero_gradients(layer: RoutedFeedForward) -> npt.NDArray[np.bool_]:
+    """Which matrices of which experts have a gradient of exactly zero, or none: [E, stacks]."""
+    largest = [_gradient(layer, name).flatten(1).abs().amax(1) for name in EXPERT_STACKS]
+    zero: npt.NDArray[np.bool_] = (torch.stack(largest, dim=1) == 0).cpu().numpy()
+    return zero
+
+
+def _gradient(layer: nn.Module, name: str) -> Tensor:
+    parameter: nn.Parameter = getattr(layer, name)
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
