@@ -14,7 +14,8 @@ from workbench.signals import InterruptedRunError, StopRequests
 @pytest.fixture(autouse=True)
 def _heard() -> Iterator[None]:
     """The signals are heard, also where the tests run in the background of a shell."""
-    numbers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    numbers = {signal.SIGINT: signal.default_int_handler}
+    numbers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     before = {number: signal.signal(number, handler) for number, handler in numbers.items()}
     yield
     for number, handler in before.items():
@@ -25,7 +26,7 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
     with StopRequests() as stop:
         stop.check()
@@ -35,7 +36,7 @@ def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
     assert caught.value.number == number
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_stays_the_reason(first: signal.Signals) -> None:
     with StopRequests() as stop:
         send(first)
@@ -43,7 +44,7 @@ def test_the_first_signal_stays_the_reason(first: signal.Signals) -> None:
         assert stop.number == first
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_ctrl_c_after_any_request_ends_at_once(first: signal.Signals) -> None:
     with StopRequests():
         send(first)

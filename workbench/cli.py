@@ -134,13 +134,15 @@ def _crash(error: Exception, arguments: list[str]) -> str:
     """Writes a report of a fault of the program itself, and says so in one line."""
     import tempfile
 
+    from workbench.track.provenance import redact
+
     what = f"a fault in wb itself: {type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="wb-crash-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
-            file.write(f"wb {shlex.join(arguments)}\n\n{text}")
+            file.write(redact(f"wb {shlex.join(arguments)}\n\n{text}"))
     except OSError as second:
         return f"{what}; no report could be written ({reason_of(second)}): --debug shows it"
     return f"{what}; report written to {file.name}"

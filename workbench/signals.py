@@ -1,9 +1,13 @@
-"""Turns the first SIGINT or SIGTERM into a request to stop, so that a run can save first."""
+"""Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop, so that a run can save first."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
+
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's cancel, a closed terminal."""
 
 
 class InterruptedRunError(Exception):
@@ -15,14 +19,14 @@ class InterruptedRunError(Exception):
 
 
 class StopRequests:
-    """While entered, the first SIGINT or SIGTERM is remembered; a second SIGINT ends at once."""
+    """While entered, the first of these signals is remembered; a second SIGINT ends at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequests:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPING:
             # What is ignored from outside (nohup, a shell's background job) stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)

@@ -54,7 +54,7 @@ def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # an old one too many harms nobody
     return final
 
 
