@@ -31,6 +31,7 @@ Extras = dict[str, Tensor]
 """What a layer finds on the way, by name; empty where nobody asked.
 
     route_hits         [E] float32, detached: how many routes reach each expert (learned router)
+    route_live         likewise, those of a weight other than zero
     route_probability  [E] float32, differentiable: summed router probabilities (learned router)
     shared_square      float32 scalar, detached: summed squares of what the shared path adds
     routed_square      likewise of what the experts add
@@ -224,6 +225,7 @@ class LearnedRouted(RoutedFeedForward):
         hits = torch.zeros_like(probabilities).scatter(-1, chosen.indices, 1.0)
         return weights, {
             "route_hits": hits.flatten(0, -2).sum(0).detach(),
+            "route_live": (weights.detach() != 0).flatten(0, -2).sum(0, dtype=torch.float32),
             "route_probability": probabilities.flatten(0, -2).sum(0),
         }
 
@@ -258,9 +260,9 @@ def diversity(layers: list[RoutedFeedForward], target: str) -> Tensor:
         if target == "all":
             stacks += [layer.gate_proj_w, layer.up_proj_w]
         experts = F.normalize(torch.cat([stack.flatten(1) for stack in stacks], dim=1))
-        cosines = experts @ experts.t()  # [E, E]
-        pairs = layer.experts * (layer.experts - 1)
-        total = total + (cosines.square().sum() - cosines.diagonal().square().sum()) / pairs
+        # Without the ones of the diagonal: the rest may be so small that their sum would hide it.
+        cosines = (experts @ experts.t()).fill_diagonal_(0)  # [E, E]
+        total = total + cosines.square().sum() / (layer.experts * (layer.experts - 1))
     return total / len(layers)
 
 

@@ -99,9 +99,11 @@ def model_values(spec: RunSpec, step: int) -> ModelValues:
 
 def ramp(start: float, end: float, steps: int, step: int) -> float:
     """Half a cosine from `start`, at update 1 and before, to `end`, at update `steps` and after."""
+    if step == 0:
+        return start
     if step >= steps:
-        return end if step else start
-    progress = max(0, step - 1) / (steps - 1)
+        return end
+    progress = (step - 1) / (steps - 1)
     return start + (end - start) * (0.5 - 0.5 * math.cos(math.pi * progress))
 
 
@@ -111,7 +113,8 @@ def ramp_steps(spec: RunSpec, prefix: str) -> int:
     if given is not None:
         return given
     ratio: float = getattr(spec.model, f"{prefix}_ratio")
-    return math.ceil(ratio * spec.training.steps)
+    # A product a rounding above a whole number (0.07 * 100) is that number.
+    return math.ceil(round(ratio * spec.training.steps, 6))
 
 
 def ramp_tokens(spec: RunSpec) -> dict[str, int] | dict[str, str]:

@@ -82,10 +82,8 @@ class RouteCounter:
             return Routes(none, none)
         gates = [not layer.has_gates or bool(layer.gates()[1] != 0) for layer in self._layers]
         if not self._tables:
-            found = sum(torch.stack([one["route_hits"] for one in micro]) for micro in extras)
-            assert isinstance(found, Tensor)
-            hits = found.round().to(torch.int64).cpu().numpy()
-            return Routes(hits, hits * np.array(gates)[:, None])
+            hits, live = (_summed(extras, name) for name in ("route_hits", "route_live"))
+            return Routes(hits, live * np.array(gates)[:, None])
         flat, experts = ids.ravel(), self._layers[0].experts
         hits = np.zeros((len(self._tables), experts), np.int64)
         live = np.zeros_like(hits)
@@ -192,6 +190,14 @@ def entropy(counts: Int64) -> float:
     """The entropy, in nats, of a distribution given by counts; at most log E."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum()) + 0.0
+
+
+def _summed(extras: Sequence[list[Extras]], name: str) -> Int64:
+    """Counts of an update, from those of its micro-batches, [L, E]."""
+    found = sum(torch.stack([one[name] for one in micro]) for micro in extras)
+    assert isinstance(found, Tensor)
+    counts: Int64 = found.round().to(torch.int64).cpu().numpy()
+    return counts
 
 
 def _totals(rows: list[Row], routes: Routes) -> dict[str, float]:
