@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from tiny_runs import ROUTED, tiny_parts, tiny_spec, untracked_run
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from workbench import run as runner
 from workbench.cli import _guarded
@@ -553,3 +556,59 @@ def test_two_strategies_differ_in_the_model_only(tmp_path: Path) -> None:
         "model.routing_strategy"
     }
     assert leaves["effective.model.route_tables_sha256"] == "follows"
+
+
+# -- chunks of the shared path
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.held += storage.nbytes()
+                    weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.held)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, Precision(torch.bfloat16, "upcast")])
+@pytest.mark.parametrize("trains", [True, False])
+def test_chunks_of_the_shared_path_take_less_memory_for_the_same_result(
+    precision: Precision, trains: bool
+) -> None:
+    peaks, outputs = [], []
+    for chunk in (0, 32):
+        sizes = {"shared_intermediate_size": 512, "shared_expert_chunk_tokens": chunk}
+        mlp = model_of(**sizes).routed_layers[0]
+        mlp.precision = precision
+        for name in ("shared_gate", "shared_up", "shared_down"):
+            getattr(mlp, name).precision = precision
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 256, 64, generator=generator).to(precision.compute)
+        ids = torch.randint(VOCAB, (2, 256), generator=generator)
+        x.requires_grad_(trains)
+        with torch.set_grad_enabled(trains), PeakMemory() as peak:
+            output, _ = mlp(x, ids)
+            if trains:
+                output.float().sum().backward()
+        peaks.append(peak.most)
+        outputs.append(output.detach().float())
+    torch.testing.assert_close(
+        outputs[0], outputs[1], rtol=1e-6, atol=1e-6 * outputs[0].abs().max()
+    )
+    assert peaks[1] < (0.7 if trains else 0.5) * peaks[0], peaks

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from workbench.core.layers import Linear
 from workbench.core.precision import Precision, linear
@@ -135,7 +136,16 @@ class RoutedFeedForward(nn.Module):
         if not self.chunk_tokens:
             return self._shared(x)
         chunks = torch.split(x.flatten(0, 1), self.chunk_tokens)
-        return torch.cat([self._shared(chunk) for chunk in chunks]).view_as(x)
+        if len(chunks) > 1 and torch.is_grad_enabled():
+            # Computed again in the backward pass: kept for it, the activations of all chunks would
+            # be as large as those of one pass, and with each chunk came its own rounded weights.
+            outputs = [
+                checkpoint(self._shared, chunk, use_reentrant=False, preserve_rng_state=False)
+                for chunk in chunks
+            ]
+        else:
+            outputs = [self._shared(chunk) for chunk in chunks]
+        return torch.cat(outputs).view_as(x)
 
     def _shared(self, x: Tensor) -> Tensor:
         output: Tensor = self.shared_down(F.silu(self.shared_gate(x)) * self.shared_up(x))
