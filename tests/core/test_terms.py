@@ -198,7 +198,7 @@ def test_an_adamw_run_logs_its_own_rates_only(tmp_path: Path) -> None:
 
 def test_the_same_muon_spec_gives_the_same_bits_whatever_the_telemetry(tmp_path: Path) -> None:
     found: list[tuple[list[float], dict[str, Tensor]]] = []
-    for on in (False, True, False):
+    for on in (False, True):
         parts = tiny_parts(
             tmp_path,
             optimizer={"name": "muon_tr", "muon_scope": "all"},
