@@ -1,9 +1,12 @@
-"""`wb bench`: the plain arm is the same model, the arms take turns, and nothing is left behind."""
+"""`wb bench`: the arms take turns, what is said follows from the turns, and nothing is left."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -13,16 +16,15 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from workbench import bench as benching
-from workbench.bench import BenchError, Worker, bench, environment, render
-from workbench.core.losses import linear_cross_entropy
-from workbench.core.model import build_model
-from workbench.core.plain import PlainStep, PlainTransformer
-from workbench.core.precision import FLOAT32
-from workbench.core.train import loss_settings
-from workbench.errors import UserError
+from workbench import commands
+from workbench.bench import bench, differences
+from workbench.bench_page import render
+from workbench.bench_process import BenchError, Worker, environment
+from workbench.bench_trace import require_place, write_trace
+from workbench.bench_turns import Turns, benched, logged_share, telemetry_cost, weighed
+from workbench.errors import StoreError, UserError
 from workbench.spec.run import RunSpec
 
 MODEL = {
@@ -36,10 +38,12 @@ MODEL = {
 }
 ROUTED = {**MODEL, "mlp_type": "token_routed", "shared_intermediate_size": 96}
 DENSE = {**MODEL, "mlp_type": "dense"}
-VOCAB = 257
+TOKENS = 2 * 64
 
 
-def tiny(model: dict[str, Any], **training: Any) -> RunSpec:
+def tiny(
+    model: dict[str, Any] = DENSE, telemetry: dict[str, Any] | None = None, **training: Any
+) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "tiny",
@@ -47,23 +51,38 @@ def tiny(model: dict[str, Any], **training: Any) -> RunSpec:
             "tokenizer": {"name": "bytes"},
             "data": {"dataset": "sample"},
             "training": {"steps": 5, "batch_size": 2, "seq_len": 64, **training},
+            "telemetry": telemetry or {},
         }
     )
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
-    """One bench of a tiny spec, shared; and what it said. Its workers must be gone."""
+    """One bench of a tiny spec with expert telemetry and a trace, shared; and what it said.
+
+    Its workers must be gone.
+    """
     said: list[str] = []
-    before, here = _children(), Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("bench"))
+    before, here, folder = _children(), Path.cwd(), tmp_path_factory.mktemp("bench")
+    trace = folder / "traces" / "step.json.gz"
+    (folder / "empty").mkdir()
+    os.chdir(folder / "empty")
     try:
-        result = bench(tiny(ROUTED), rounds=2, steps=10, say=said.append, squares=[256])
-        assert not list(Path.cwd().iterdir()), "a bench writes nothing"
+        spec = tiny(ROUTED, {"moe": True})
+        result = bench(spec, steps=3, say=said.append, squares=[256], trace=trace)
+        assert not list(Path.cwd().iterdir()), "a bench writes nothing but the trace"
     finally:
         os.chdir(here)
     assert _children() == before
+    assert list(trace.parent.iterdir()) == [trace]
     return result, said
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, Any]:
+    """One bench of a tiny spec against another, shared."""
+    other = tiny(ROUTED, {"moe": True, "log_steps": 1}, batch_size=1, precision="bf16")
+    return bench(tiny(), rounds=2, steps=2, squares=[256], other=other)
 
 
 def test_reports_what_was_asked_for(measured: tuple[dict[str, Any], list[str]]) -> None:
@@ -77,19 +96,22 @@ def test_reports_what_was_asked_for(measured: tuple[dict[str, Any], list[str]]) 
     ]
     assert all(value > 0 for value in positive)
     assert list(result["seconds"]) == ["forward", "loss", "backward", "optimizer"]
-    assert set(result["peak_rss_gb"]) == {"spec", "plain"}
+    assert list(result["peak_rss_gb"]) == ["spec", "telemetry_off", "plain"]
     assert result["mfu"] < 1
     assert len(result["ratios"]) == 2
-    assert "times the plain step" in render(result)
+    assert result["compared_with"] is None
+    page = render(result)
+    assert "times the plain step" in page
+    assert "expert telemetry: " in page
+    assert result["trace"] in page
 
 
 def test_rates_follow_from_the_measured_seconds(
     measured: tuple[dict[str, Any], list[str]],
 ) -> None:
     result, _ = measured
-    tokens = 2 * 64
-    assert result["tokens_per_s"] == tokens / result["step_seconds"]["spec"]
-    assert result["plain_tokens_per_s"] == tokens / result["step_seconds"]["plain"]
+    assert result["tokens_per_s"] == TOKENS / result["step_seconds"]["spec"]
+    assert result["plain_tokens_per_s"] == TOKENS / result["step_seconds"]["plain"]
     peak = result["matmul_tflops"]["used"] * 1e12
     assert result["mfu"] == pytest.approx(
         result["tokens_per_s"] * result["flops_per_token"] / peak, rel=1e-12
@@ -98,65 +120,182 @@ def test_rates_follow_from_the_measured_seconds(
 
 def test_parts_sum_to_the_step(measured: tuple[dict[str, Any], list[str]]) -> None:
     result, _ = measured
-    for arm, parts in (("spec", "seconds"), ("plain", "plain_seconds")):
-        steps = [s for turn in result["turns"] if turn["arm"] == arm for s in turn["seconds"]]
-        mean = sum(steps) / len(steps)
+    for arm in ("spec", "telemetry_off", "plain"):
+        turns = [turn for turn in result["turns"] if turn["arm"] == arm]
+        parts = sum(sum(values) for turn in turns for values in turn["parts"].values())
         # Reading the batch is in the step and in no part; the digest after it in a part only.
-        assert sum(result[parts].values()) == pytest.approx(mean, rel=0.1)
+        assert parts == pytest.approx(sum(sum(turn["seconds"]) for turn in turns), rel=0.1)
+    assert sum(result["plain_seconds"].values()) == pytest.approx(
+        statistics.mean(s for turn in turns for s in turn["seconds"]), rel=0.1
+    )
 
 
 def test_arms_take_turns_and_never_overlap(measured: tuple[dict[str, Any], list[str]]) -> None:
     result, said = measured
     turns = result["turns"]
-    assert [turn["arm"] for turn in turns] == ["spec", "plain", "spec", "plain"]
+    assert [turn["arm"] for turn in turns] == ["spec", "telemetry_off", "plain"] * 2
     assert all(a["ended"] <= b["began"] for a, b in pairwise(turns))
     assert [line for line in said if line.startswith("round 2")]
 
 
-@pytest.mark.parametrize("model", [ROUTED, DENSE, {**ROUTED, "num_experts": 4, "top_k": 2}])
-def test_plain_arm_is_the_same_model(model: dict[str, Any]) -> None:
-    spec = tiny(model, precision="fp32")
-    ours = build_model(spec.model, VOCAB, 1, FLOAT32)
-    plain = PlainTransformer(spec.model, VOCAB)
-    count = sum(p.numel() for p in ours.parameters())
-    assert sum(p.numel() for p in plain.parameters()) == count
-    plain.load_state_dict(_as_plain(ours.state_dict()), strict=False)
-
-    batch = torch.randint(VOCAB, (2, 65), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        hidden = ours(batch[:, :-1]).flatten(0, 1)
-        targets = batch[:, 1:].flatten()
-        sums = linear_cross_entropy(hidden, ours.head_weight, targets, loss_settings(spec), FLOAT32)
-        loss = PlainStep(spec, plain).loss(batch)
-    assert float(loss) == pytest.approx(float(sums.nll) / len(targets), abs=1e-4)
-    # The embedding alone would already come to about this loss: the blocks must agree, too.
-    torch.testing.assert_close(plain(batch[:, :-1]), ours(batch[:, :-1]), atol=1e-4, rtol=1e-4)
+def test_cost_of_telemetry_is_that_of_the_specs_cadence(
+    measured: tuple[dict[str, Any], list[str]],
+) -> None:
+    result, _ = measured
+    rounds = []
+    for number in (0, 3):
+        on, off, plain = (turn for turn in result["turns"][number : number + 3])
+        # Three steps were asked for: a turn has as many that report as others.
+        assert on["reported"] == [False, True, False, True]
+        assert off["reported"] == plain["reported"] == [False] * 3
+        other, reporting = (on["seconds"][0::2], on["seconds"][1::2])
+        mean = 0.9 * statistics.mean(other) + 0.1 * statistics.mean(reporting)
+        rounds.append(mean / statistics.mean(off["seconds"]) - 1)
+    assert result["telemetry"]["reporting_share"] == 0.1
+    assert result["telemetry"]["by_round"] == pytest.approx(rounds, abs=1e-9)
+    assert result["telemetry_cost"] == pytest.approx(statistics.median(rounds), abs=1e-9)
 
 
-def _as_plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's weights under the names of the plain one."""
-    plain = {}
-    for name, tensor in state.items():
-        if name.endswith("_proj_w"):  # [E, in, out]
-            head, _, kind = name.removesuffix("_w").rpartition(".")
-            for number, weight in enumerate(tensor):
-                plain[f"{head}.experts.{number}.{kind}.weight"] = weight.t()
-        elif ".shared_" in name and name.endswith(".weight"):
-            plain[name.replace(".shared_", ".shared.").replace(".weight", "_proj.weight")] = tensor
-        else:
-            name = name.replace("shared_output_gate", "shared_gate")
-            plain[name.replace("routed_output_gate", "routed_gate")] = tensor
-    return plain
+def test_trace_is_of_one_whole_step(measured: tuple[dict[str, Any], list[str]]) -> None:
+    result, said = measured
+    document = json.loads(gzip.decompress(Path(result["trace"]).read_bytes()))
+    names = [event["name"] for event in document["traceEvents"] if event["ph"] == "X"]
+    assert sum(name.startswith("ProfilerStep") for name in names) == 1
+    assert "aten::scaled_dot_product_attention" in names
+    assert any("Backward" in name for name in names)
+    assert any(name.startswith("Optimizer.step") for name in names)
+    assert said[-1] == "profiling a step", "all was timed before"
 
 
-def test_plain_step_learns_the_batch() -> None:
-    spec = tiny(DENSE, gradient_accumulation_steps=2)
-    torch.manual_seed(0)
-    step = PlainStep(spec, PlainTransformer(spec.model, VOCAB))
-    batch = torch.randint(VOCAB, (4, 65))
-    losses = [step.step(batch) for _ in range(5)]
-    assert losses[0] == pytest.approx(5.55, abs=0.2)  # ln 257
-    assert losses[-1] < losses[0]
+def test_two_specs_are_measured_like_one(compared: dict[str, Any]) -> None:
+    other = compared["compared_with"]
+    assert compared["plain_tokens_per_s"] is compared["plain_seconds"] is None
+    assert compared["telemetry_cost"] is None
+    assert list(compared["peak_rss_gb"]) == ["spec", "compared"]
+    assert other["peak_rss_gb"] == compared["peak_rss_gb"]["compared"]
+    assert [turn["arm"] for turn in compared["turns"]] == ["spec", "compared"] * 2
+    assert compared["turns"][1]["reported"] == [True, True]
+    for one in (compared, other):
+        assert one["tokens_per_s"] > 0
+        assert list(one["seconds"]) == ["forward", "loss", "backward", "optimizer"]
+        peak = one["matmul_tflops"]["used"] * 1e12
+        assert one["mfu"] == pytest.approx(one["tokens_per_s"] * one["flops_per_token"] / peak)
+    assert other["tokens_per_s"] == TOKENS / 2 / other["step_seconds"]
+
+
+def test_ratio_of_two_specs_is_of_their_tokens(compared: dict[str, Any]) -> None:
+    means = [statistics.mean(turn["seconds"]) for turn in compared["turns"]]
+    ratios = [2 * means[1] / means[0], 2 * means[3] / means[2]]
+    assert compared["ratios"] == pytest.approx(ratios)
+    assert compared["ratio"] == pytest.approx(statistics.median(ratios))
+    assert (compared["tokens_per_step"], compared["compared_with"]["tokens_per_step"]) == (128, 64)
+    assert "different numbers of tokens a step" in compared["notes"][0]
+
+
+def test_page_of_two_specs_says_what_differs(compared: dict[str, Any]) -> None:
+    page = render(compared)
+    assert "A: tiny: 2 x 64 tokens, float32" in page
+    assert "B: tiny: 1 x 64 tokens, bfloat16" in page
+    assert "telemetry.moe: false in A, true in B" in page
+    assert "model.num_experts: null in A, 4 in B" in page
+    assert "times the tokens/s of B" in page
+    assert page.count("MFU") == 3
+
+
+def test_differences_are_those_of_a_step() -> None:
+    spec = tiny()
+    again = spec.model_copy(update={"name": "again", "notes": "the same", "seed": 7})
+    assert differences(spec, again) == {"seed": {"spec": 42, "compared": 7}}
+
+
+@pytest.mark.parametrize(
+    ("options", "ours", "other"),
+    [
+        ([], "fp32", None),
+        (["training.precision=bf16"], "bf16", None),
+        (["--compare", "other.yaml"], "fp32", ("other", "fp32", 32)),
+        (["--compare-set", "training.seq_len=16"], "fp32", ("tiny", "fp32", 16)),
+        (
+            ["training.precision=bf16", "--compare-set", "training.seq_len=16"],
+            "bf16",
+            ("tiny", "bf16", 16),
+        ),
+        (
+            ["--compare", "other.yaml", "--compare-set", "seed=7", "--compare-set", "name=b"],
+            "fp32",
+            ("b", "fp32", 32),
+        ),
+    ],
+)
+def test_command_line_names_the_other_spec(
+    options: list[str],
+    ours: str,
+    other: tuple[str, str, int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, length in (("tiny", 64), ("other", 32)):
+        lines = f"name: {name}\ndata: {{dataset: random}}\ntraining: {{seq_len: {length}}}\n"
+        Path(f"{name}.yaml").write_text(lines)
+    asked: dict[str, Any] = {}
+
+    def measure(spec: RunSpec, *rest: Any, **more: Any) -> dict[str, Any]:
+        asked.update(more, spec=spec)
+        return {}
+
+    monkeypatch.setattr(benching, "bench", measure)
+    commands.call(["bench", "tiny.yaml", "--json", "--profile", "t.json", *options])
+    assert asked["spec"].name == "tiny"
+    assert asked["spec"].training.precision == ours
+    assert asked["trace"] == Path("t.json")
+    found = asked["other"]
+    described = found and (found.name, found.training.precision, found.training.seq_len)
+    assert described == other
+
+
+def test_trace_never_overwrites(tmp_path: Path) -> None:
+    taken = tmp_path / "taken.json"
+    taken.write_text("mine")
+    for trace, message in ((taken, "overwrites nothing"), (tmp_path / "step.txt", "no name of")):
+        with pytest.raises(UserError, match=message) as caught:
+            bench(tiny(), trace=trace)
+        assert caught.value.exit_code == 2
+    assert taken.read_text() == "mine"
+
+
+def test_trace_without_a_place_is_refused_before_the_bench(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="trace cannot be written") as caught:
+        bench(tiny(), trace=tmp_path / "file" / "step.json")
+    assert caught.value.exit_code == 74
+
+
+class FakeProfiler:
+    """Leaves `text` where a trace was asked for, and what else a test wants to happen."""
+
+    def __init__(self, text: str, meanwhile: Path | None = None) -> None:
+        self._text, self._meanwhile = text, meanwhile
+
+    def call(self, name: str, path: str) -> dict[str, Any]:
+        Path(path).write_text(self._text)
+        if self._meanwhile:
+            self._meanwhile.write_text("another's")
+        return {}
+
+
+def test_trace_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    require_place(trace)
+    with pytest.raises(StoreError, match="whole"):
+        write_trace(FakeProfiler('{"traceEvents": ['), trace)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="overwrites nothing"):
+        write_trace(FakeProfiler("{}", trace), trace)  # type: ignore[arg-type]
+    assert trace.read_text() == "another's"
+    trace.unlink()
+    write_trace(FakeProfiler("{}"), trace)  # type: ignore[arg-type]
+    assert trace.read_text() == "{}"
 
 
 def test_plain_arm_starts_untuned() -> None:
@@ -169,7 +308,8 @@ class FakeWorker:
     """Answers with steps of a given length."""
 
     def __init__(self, *seconds: float) -> None:
-        self.arm, self._seconds, self.taken = "plain", list(seconds), 0
+        self.name, self.kind = "plain", "plain"
+        self._seconds, self.taken = list(seconds), 0
 
     def call(self, name: str, count: int = 1) -> dict[str, Any]:
         self.taken += count
@@ -189,16 +329,72 @@ class FakeWorker:
 )
 def test_budget_shortens_the_turns(seconds: list[float], warm_ups: int, plan: list[int]) -> None:
     worker = FakeWorker(*seconds)
-    turns = benching._Turns(worker, lambda _: None)  # type: ignore[arg-type]
-    turns.warm_up(100.0, compiles=False)
+    turns = Turns(worker, tiny(), lambda _: None)  # type: ignore[arg-type]
+    turns.warm_up(100.0)
     assert worker.taken == warm_ups
     assert turns.plan(2, 3, 100.0) == plan
     assert bool(turns.note) == (not plan)
     assert bool(turns.turns) == (not plan)
 
 
+@pytest.mark.parametrize(
+    ("log_steps", "steps", "budget", "plan"),
+    [
+        (10, 3, 1000.0, [4, 4]),
+        (10, 1, 1000.0, [2, 2]),
+        (10, 3, 50.0, [2, 2]),
+        (10, 3, 10.0, [2]),
+        (1, 3, 1000.0, [3, 3]),
+    ],
+)
+def test_turns_have_as_many_reporting_steps_as_others(
+    log_steps: int, steps: int, budget: float, plan: list[int]
+) -> None:
+    worker = FakeWorker(10.0)
+    worker.kind = "spec"
+    spec = tiny(ROUTED, {"moe": True, "log_steps": log_steps})
+    turns = Turns(worker, spec, lambda _: None)  # type: ignore[arg-type]
+    turns.warm_up(1000.0)
+    assert turns.plan(2, steps, budget) == plan
+    assert benched(spec)["telemetry"]["log_steps"] == min(2, log_steps)
+
+
+def test_steps_weigh_as_in_a_run() -> None:
+    assert logged_share(tiny(telemetry={"log_steps": 10})) == pytest.approx(0.1)
+    spec = tiny(telemetry={"log_steps": 10})
+    often = spec.evaluation.model_copy(update={"eval_steps": 15})
+    share = logged_share(spec.model_copy(update={"evaluation": often}))
+    assert share == pytest.approx(1 / 10 + 1 / 15 - 1 / 30)
+    kinds = [False, True, False, True]
+    assert weighed([1.0, 4.0, 3.0, 6.0], kinds, 0.25, statistics.mean) == 2.75
+    assert weighed([1.0, 3.0], [False, False], 0.25, statistics.mean) == 2.0
+
+
+def test_cost_of_telemetry_needs_both_kinds_of_steps() -> None:
+    on, off = (
+        Turns(FakeWorker(1.0), tiny(), lambda _: None)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    on.reported_share = 0.5
+    off.turns = [{"seconds": [1.0], "reported": [False]}]
+    on.turns = [{"seconds": [1.0, 3.0], "reported": [False, True]}]
+    assert telemetry_cost(on, off) == {
+        "cost": 1.0,
+        "of_reporting_step": 2.0,
+        "of_other_step": 0.0,
+        "reporting_share": 0.5,
+        "by_round": [1.0],
+    }
+    on.turns = [{"seconds": [9.0], "reported": [True]}]
+    assert telemetry_cost(on, off) is None
+    on.reported_share = 1.0
+    cost = telemetry_cost(on, off)
+    assert cost
+    assert (cost["cost"], cost["of_other_step"]) == (8.0, None)
+
+
 def test_fault_found_by_a_worker_is_the_users(tmp_path: Path) -> None:
-    document = benching._benched(tiny(DENSE))
+    document = benched(tiny())
     document["tokenizer"] = {"name": "file", "path": str(tmp_path / "absent.tiktoken")}
     with Worker("plain", document) as worker, pytest.raises(UserError, match=r"absent\.tiktoken"):
         worker.facts()
@@ -211,12 +407,18 @@ def test_fault_found_by_a_worker_is_the_users(tmp_path: Path) -> None:
         ("import sys; print('no room', file=sys.stderr); sys.exit(3)", r"exit code 3.*\n.*no room"),
         ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
         ("""print('{"error": "broken", "faults": null}')""", "broken"),
+        ("""print('{"result": {}}')""", "exit code 0"),
     ],
 )
 def test_worker_that_fails_is_reported(code: str, message: str) -> None:
     command = [sys.executable, "-c", code]
-    with Worker("plain", {}, command) as worker, pytest.raises(BenchError, match=message):
+
+    def use() -> None:
         worker.facts()
+        worker.call("steps", count=1)
+
+    with Worker("plain", {}, command) as worker, pytest.raises(BenchError, match=message):
+        use()
 
 
 def test_worker_dies_with_its_parent() -> None:
@@ -229,7 +431,7 @@ def test_worker_dies_with_its_parent() -> None:
 
 def test_interrupt_ends_both_workers(tmp_path: Path) -> None:
     spec = tmp_path / "tiny.yaml"
-    spec.write_text(tiny(DENSE).model_dump_json(exclude={"schedule"}))
+    spec.write_text(tiny().model_dump_json(exclude={"schedule"}))
     command = [sys.executable, "-m", "workbench", "bench", str(spec), "--json", "--rounds", "999"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path, text=True) as process:
         assert process.stderr

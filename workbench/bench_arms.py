@@ -15,7 +15,7 @@ from workbench.core.data.tokenizer import load_tokenizer
 from workbench.core.device import choose_device
 from workbench.core.memory import peak_bytes
 from workbench.core.model import Output, TrainingForward
-from workbench.core.plain import PlainStep, PlainTransformer
+from workbench.core.plain import PlainStep, PlainTransformer, left_out
 from workbench.core.precision import choose_precision
 from workbench.core.train import synchronize, train
 from workbench.run import build
@@ -99,6 +99,8 @@ class Arm(Protocol):
 
     device: torch.device
     watch: Stopwatch
+    reported: bool
+    """Whether the last step reported on the experts."""
 
     def step(self) -> float:
         """One update; the seconds it took."""
@@ -121,6 +123,7 @@ class SpecArm:
         """One update; the seconds it took."""
         result = next(self._results)
         self.watch.finish()
+        self.reported = result.experts is not None
         return result.seconds
 
     def facts(self) -> dict[str, Any]:
@@ -129,6 +132,7 @@ class SpecArm:
         return {
             "parameters": effective["parameters"]["total"],
             "vocab_size": effective["tokenizer"]["vocab_size"],
+            "device_type": self.device.type,
             "precision": effective["precision"],
             "execution": effective["execution"],
             "hardware": effective["hardware"],
@@ -138,7 +142,10 @@ class SpecArm:
 class PlainArm:
     """The plain step of the same shape, on the same ids."""
 
+    reported = False
+
     def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
         self.device = choose_device(spec.training.device)
         choose_precision(spec.training.precision, self.device)  # the same refusals
         torch.manual_seed(spec.seed)
@@ -162,7 +169,11 @@ class PlainArm:
     def facts(self) -> dict[str, Any]:
         """What ran, for the report."""
         parameters = sum(p.numel() for p in self._step.model.parameters())
-        return {"parameters": parameters, "threads": torch.get_num_threads()}
+        return {
+            "parameters": parameters,
+            "device_type": self.device.type,
+            "left_out": left_out(self._spec),
+        }
 
 
 class Workbench:
@@ -180,15 +191,22 @@ class Workbench:
         return self._arm.facts()
 
     def steps(self, count: int, exact: bool = False) -> dict[str, Any]:
-        """`count` updates: seconds of each, mean seconds of their parts, peak memory so far.
+        """`count` updates: seconds of each and of its parts, and peak memory so far.
 
-        `began` and `ended` are on the clock that all processes share.
+        `reported` says which of them reported on the experts. `began` and `ended` are on the clock
+        that all processes share.
         """
         watch = self._arm.watch
         watch.exact = exact
-        watch.restart()
+        seconds, reported = [], []
+        parts: dict[str, list[float]] = {part: [] for part in PARTS}
         began = time.monotonic()
-        seconds = [self._arm.step() for _ in range(count)]
+        for _ in range(count):
+            watch.restart()
+            seconds.append(self._arm.step())
+            reported.append(self._arm.reported)
+            for part, value in watch.seconds.items():
+                parts[part].append(value)
         ended = time.monotonic()
         watch.exact = False
         peak = peak_bytes(self._arm.device)
@@ -196,11 +214,25 @@ class Workbench:
             self._peak = peak
         return {
             "seconds": seconds,
-            "parts": {part: total / count for part, total in watch.seconds.items()},
+            "parts": parts,
+            "reported": reported,
             "began": began,
             "ended": ended,
             "peak_bytes": self._peak,
         }
+
+    def profile(self, path: str) -> dict[str, Any]:
+        """Writes a trace of one step, as JSON for a viewer of Chrome traces; the profiler itself
+        warms up in a step before it."""
+        with torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda done: done.export_chrome_trace(path),
+            record_shapes=True,
+        ) as profiler:
+            for _ in range(2):
+                self._arm.step()
+                profiler.step()
+        return {}
 
     def matmul(self, squares: list[int]) -> dict[str, float]:
         """The best rates of bf16 and float32 products at present, in TFLOP/s.

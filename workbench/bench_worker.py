@@ -5,7 +5,7 @@ waits for input. When its input ends, however the parent ended, it is gone at on
 it had started: even in the middle of a step.
 
     {"arm": "spec" | "plain", "spec": {...}}                    first, once
-    {"call": "facts" | "steps" | "matmul", "with": {...}}       then
+    {"call": "steps" | "matmul" | "profile", "with": {...}}     then
     {"result": ...} or {"error": text, "faults": [...] | null}  the answers
 """
 
@@ -62,7 +62,7 @@ def _serve(requests: queue.SimpleQueue[dict[str, Any]], answers: TextIO) -> None
     _answer(answers, {"result": bench.facts()})
     while True:
         request = requests.get()
-        assert request["call"] in ("facts", "steps", "matmul")
+        assert request["call"] in ("steps", "matmul", "profile")
         result = getattr(bench, request["call"])(**request.get("with", {}))
         _answer(answers, {"result": result})
 

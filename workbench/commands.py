@@ -226,18 +226,41 @@ def bench(
     max_seconds: Annotated[
         float, typer.Option(min=0, help="For the timed steps of each arm; at least one is taken.")
     ] = 120.0,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="SPEC", help="Another spec to measure in place of the plain step."),
+    ] = None,
+    compare_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Laid over the other spec; without --compare, over SPEC itself. Repeatable.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace of a step: a new .json or .json.gz."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Measure the spec's training step against a plain step of the same shape."""
+    """Measure the spec's training step against a plain step of the same shape, or another spec's.
+
+    With telemetry.moe, what that costs a step, too.
+    """
     from workbench.bench import bench as measure
-    from workbench.bench import render
+    from workbench.bench_page import render
     from workbench.spec.load import load_spec
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    result = measure(load_spec(spec, overrides), rounds, steps, max_seconds, say)
+    ours, other = load_spec(spec, overrides), None
+    if compare:
+        other = load_spec(compare, compare_set)
+    elif compare_set:
+        other = load_spec(spec, [*(overrides or []), *compare_set])
+    result = measure(ours, rounds, steps, max_seconds, say, other=other, trace=profile)
     return Answer(result if as_json else render(result))
 
 

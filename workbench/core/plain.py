@@ -2,7 +2,8 @@
 
 Stock modules, eager: `nn.Linear`, `nn.Embedding`, `nn.RMSNorm`, repeated key/value heads, each
 expert on the tokens gathered for it, full logits, `F.cross_entropy`, autocast, fused AdamW, no
-checkpointing. Widths, routes, and so the function it computes are those of `core.model`.
+checkpointing. Widths, routes, and so the function it computes are those of `core.model`; what a
+plain script has no place for, `left_out` names.
 
 B batch, S sequence, T = B*S tokens, H hidden, V vocabulary, N heads, G key/value heads, D head dim,
 E experts, K routes.
@@ -21,6 +22,7 @@ from workbench.core.layers import EPSILON
 from workbench.core.model import INIT_STD
 from workbench.core.moe import mixture
 from workbench.core.routing import route_table
+from workbench.spec.profiles import RAMPS
 from workbench.spec.run import ModelSpec, RunSpec
 
 
@@ -74,7 +76,11 @@ class PlainSwiGLU(nn.Module):
 
 
 class PlainRouted(nn.Module):
-    """A shared SwiGLU beside E experts; each expert takes the tokens that are routed to it."""
+    """A shared SwiGLU beside E experts; each expert takes the tokens that are routed to it.
+
+    The routes come from a table by token id, or from a learned router. `balance` is the balance
+    loss of the last forward pass, 0 without a router.
+    """
 
     routes: Tensor
 
@@ -96,6 +102,12 @@ class PlainRouted(nn.Module):
             assert spec.routed_gate_init is not None
             self.shared_gate = nn.Parameter(torch.tensor(spec.shared_gate_init))
             self.routed_gate = nn.Parameter(torch.tensor(spec.routed_gate_init))
+        self.top_k = spec.top_k
+        self.balance = torch.zeros(())
+        self.router = None
+        if spec.mlp_type == "learned_router":
+            self.router = nn.Linear(spec.hidden_size, spec.num_experts, bias=False)
+            return
         self.mixture = mixture(spec.top_k, spec.top_k_primary_weight)
         assert spec.routing_strategy
         strategy, experts = spec.routing_strategy, spec.num_experts
@@ -104,12 +116,13 @@ class PlainRouted(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         """x [B, S, H], ids [B, S] -> [B, S, H]."""
-        flat, routes = x.flatten(0, 1), self.routes[:, ids.flatten()]  # [T, H], [K, T]
+        flat = x.flatten(0, 1)  # [T, H]
+        routes, weights = self._routes(flat, ids.flatten())
         routed = torch.zeros_like(flat)
-        for weight, route in zip(self.mixture, routes, strict=True):
+        for weight, route in zip(weights, routes, strict=True):
             for number, expert in enumerate(self.experts):
                 mine = (route == number).nonzero().squeeze(1)
-                output = weight * expert(flat[mine], ids)
+                output = weight[mine].unsqueeze(1) * expert(flat[mine], ids)
                 routed = routed.index_add(0, mine, output.to(routed.dtype))
         routed = routed.view_as(x)
         if self.shared is None:
@@ -118,6 +131,20 @@ class PlainRouted(nn.Module):
         if self.shared_gate is None or self.routed_gate is None:
             return shared + routed
         return self.shared_gate * shared + self.routed_gate * routed
+
+    def _routes(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H], ids [T] -> the expert of each route, and its weight: [K, T] each."""
+        if self.router is None:
+            weights = torch.tensor(self.mixture, device=x.device)
+            return self.routes[:, ids], weights.unsqueeze(1).expand(-1, len(ids))
+        probabilities = F.softmax(self.router(x), dim=-1, dtype=torch.float32)  # [T, E]
+        weights, routes = probabilities.topk(self.top_k, dim=-1)
+        if self.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        experts = probabilities.shape[-1]
+        fraction = torch.bincount(routes.flatten(), minlength=experts) / routes.numel()
+        self.balance = experts * (fraction * probabilities.mean(0)).sum()
+        return routes.t(), weights.t()
 
 
 class PlainBlock(nn.Module):
@@ -188,6 +215,7 @@ class PlainStep:
     ) -> None:
         self.model, self.forward = model, forward or model
         self.training = spec.training
+        self.balance_weight = spec.model.router_aux_loss_weight or 0.0
         self.low = torch.bfloat16 if spec.training.precision == "bf16" else None
         beta1, beta2 = spec.optimizer.betas
         self.optimizer = torch.optim.AdamW(
@@ -200,17 +228,23 @@ class PlainStep:
         )
 
     def loss(self, batch: Tensor) -> Tensor:
-        """batch [B, S + 1] -> the mean NLL, a scalar, in nats."""
+        """batch [B, S + 1] -> what is optimised, a scalar in nats: the mean NLL, smoothed as the
+        spec asks, and the balance loss of this batch, averaged over layers."""
         with torch.autocast(batch.device.type, dtype=self.low, enabled=self.low is not None):
             logits = self.model.lm_head(self.forward(batch[:, :-1]))  # [B, S, V]
-            return F.cross_entropy(
+            loss = F.cross_entropy(
                 logits.flatten(0, 1),
                 batch[:, 1:].flatten(),
                 label_smoothing=self.training.label_smoothing,
             )
+        if not self.balance_weight:
+            return loss
+        routed = [module for module in self.model.modules() if isinstance(module, PlainRouted)]
+        balances = [module.balance for module in routed]
+        return loss + self.balance_weight * torch.stack(balances).mean()
 
     def step(self, windows: Tensor) -> float:
-        """windows [N, S + 1] -> the mean NLL before the update."""
+        """windows [N, S + 1] -> the mean of `loss` before the update."""
         accumulation = self.training.gradient_accumulation_steps
         total = 0.0
         for batch in torch.split(windows, self.training.batch_size):
@@ -222,3 +256,19 @@ class PlainStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+
+def left_out(spec: RunSpec) -> list[str]:
+    """What of a spec's step the plain one has not, in words."""
+    model, optimizer = spec.model, spec.optimizer
+    scales = {optimizer.shared_lr_scale, optimizer.expert_lr_scale, None, 1.0}
+    decays = {optimizer.shared_weight_decay, optimizer.expert_weight_decay, None}
+    own_rates = scales != {None, 1.0} or bool(decays - {None, optimizer.weight_decay})
+    found = {
+        "z-loss": spec.training.z_loss > 0,
+        "the diversity penalty": bool(model.expert_diversity_lambda),
+        "ramps": any(ramp.is_on(model.model_dump()) for ramp in RAMPS.values()),
+        "Muon (it takes AdamW)": optimizer.name == "muon_tr",
+        "rates and decays of experts or the shared path": optimizer.name == "adamw" and own_rates,
+    }
+    return [name for name, is_so in found.items() if is_so]
