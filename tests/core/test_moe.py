@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from workbench.core.layers import silu_product
 from workbench.core.model import build_model
 from workbench.core.moe import SwiGLU, TokenRouted, mixture
 from workbench.core.precision import FLOAT32, Precision
@@ -220,3 +221,22 @@ def test_a_detached_expert_path_would_be_noticed(monkeypatch: pytest.MonkeyPatch
     routed = TokenRouted.routed
     monkeypatch.setattr(TokenRouted, "routed", lambda self, x, ids: routed(self, x, ids).detach())
     assert len(untrained_experts()) == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_of_a_swiglu_equals_its_two_operations_and_keeps_less(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up, grad = (torch.randn(64, 32, generator=generator).to(dtype) for _ in range(3))
+    found, kept = [], []
+    for function in (silu_product, lambda g, u: F.silu(g) * u):
+        leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        saved: set[int] = set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.add(t.data_ptr()), t)[1], lambda t: t
+        ):
+            y = function(*leaves)
+        y.backward(grad)
+        found.append((y.detach(), leaves[0].grad, leaves[1].grad))
+        kept.append(len(saved))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert kept == [2, 3]

@@ -1,9 +1,11 @@
-"""The two parts that every layer of the model is made of: a bias-free linear map and RMSNorm.
+"""The parts that every layer of the model is made of: bias-free linear map, RMSNorm, SwiGLU gate.
 
 Both hold float32 master weights and take and give activations in the compute dtype.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,28 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         return linear(x, self.weight, self.precision)
+
+
+class _SiluProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, the hidden activation of a SwiGLU (Shazeer 2020).
+
+    Values and gradients are those of the two operations, bit for bit; silu(gate), as wide as the
+    layer and cheap, is computed again in the backward pass and not kept until then.
+    """
+    product: Tensor = _SiluProduct.apply(gate, up)  # type: ignore[no-untyped-call]
+    return product
 
 
 class RMSNorm(nn.Module):

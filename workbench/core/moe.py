@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from workbench.core.layers import Linear
+from workbench.core.layers import Linear, silu_product
 from workbench.core.precision import Precision, linear
 from workbench.core.routing import route_table
 from workbench.core.schedules import ModelValues
@@ -51,7 +51,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
         """x [B, S, H] -> [B, S, H]; the token ids play no part."""
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        output: Tensor = self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
         return output, {"shared_square": _squares(output)} if self.observes else {}
 
 
@@ -148,14 +148,14 @@ class RoutedFeedForward(nn.Module):
         return torch.cat(outputs).view_as(x)
 
     def _shared(self, x: Tensor) -> Tensor:
-        output: Tensor = self.shared_down(F.silu(self.shared_gate(x)) * self.shared_up(x))
+        output: Tensor = self.shared_down(silu_product(self.shared_gate(x), self.shared_up(x)))
         return output
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
         """The sum over the experts, weighted by `weights` [B, S, E]: [B, S, H]."""
         gate, up = (w.transpose(1, 2).flatten(0, 1) for w in (self.gate_proj_w, self.up_proj_w))
         down = self.down_proj_w.flatten(0, 1).t()  # [H, E*W]
-        activation = F.silu(linear(x, gate, self.precision)) * linear(x, up, self.precision)
+        activation = silu_product(linear(x, gate, self.precision), linear(x, up, self.precision))
         # Weighted in float32: a weight such as 0.85 has no bfloat16 of its own.
         by_expert = activation.view(*x.shape[:-1], self.experts, -1)  # [B, S, E, W]
         weighted = by_expert * weights.unsqueeze(-1)
