@@ -36,7 +36,7 @@ for parameter in layer.parameters():
     torch.nn.init.normal_(parameter, 0, 0.1)
 x = torch.randn(8, 1024, 16).requires_grad_()
 ids = torch.randint(64, (8, 1024))
-layer(x[:, :8], ids[:, :8])[0].sum().backward()
+layer(x[:, :16], ids[:, :16])[0].sum().backward()  # what is loaded at its first call
 x.grad = None
 for parameter in layer.parameters():
     parameter.grad = None
@@ -50,14 +50,14 @@ print(peak() - before, *(float(p.grad.double().norm()) for p in (x, *layer.param
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process from /proc")
 def test_they_lower_the_peak_of_forward_and_backward() -> None:
     found = {}
-    for chunk in (0, 512):
+    for chunk in (0, 64):
         command = [sys.executable, "-c", PEAK, str(chunk)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found[chunk] = [float(word) for word in done.stdout.split()]
-    assert found[512][1:] == pytest.approx(found[0][1:], rel=1e-6)
+    assert found[64][1:] == pytest.approx(found[0][1:], rel=1e-6)
     # A hidden activation [T, 1024] is 33,554 kB; the whole path holds several of them at a time.
     assert found[0][0] > 4 * 33_554
-    assert found[512][0] < 0.8 * found[0][0], found
+    assert found[64][0] < 0.4 * found[0][0], found
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
