@@ -1,10 +1,9 @@
-"""Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop, so that a run can save first."""
+"""Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop: a run can then save first."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a scheduler's cancel, a closed terminal."""

@@ -21,14 +21,15 @@ from torch.utils._pytree import tree_leaves
 from workbench import run as runner
 from workbench.cli import _guarded
 from workbench.compare.pair import check_specs
+from workbench.core import terms
 from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints
 from workbench.core.model import Transformer, build_model
 from workbench.core.moe import EXPERT_STACKS, LearnedRouted, RoutedFeedForward, TokenRouted
-from workbench.core.moe import diversity as diversity_of
 from workbench.core.precision import FLOAT32, Precision
 from workbench.core.routing import route_table
 from workbench.core.telemetry import ExpertWatch, Routes
+from workbench.core.terms import diversity as diversity_of
 from workbench.core.train import StepResult, clip_gradients, train
 from workbench.errors import TrainingStoppedError
 from workbench.foresee import foresee
@@ -227,7 +228,7 @@ def test_at_coefficient_zero_there_is_no_balance_loss(
         raise AssertionError("the balance loss was computed")
 
     monkeypatch.setattr(training, "balance_of", called)
-    monkeypatch.setattr(training, "route_hits", called)
+    monkeypatch.setattr(terms, "route_hits", called)
     layout = {"batch_size": 2, "gradient_accumulation_steps": 2}
     model = {**LEARNED, "router_aux_loss_weight": 0.0}
     results = train_all(tiny_parts(tmp_path, model=model, training=layout))
@@ -362,7 +363,7 @@ def test_diversity_costs_nothing_while_its_weight_is_zero(
         calls.append(args[1])
         return diversity_of(*args)
 
-    monkeypatch.setattr(training, "diversity", counted)
+    monkeypatch.setattr(terms, "diversity", counted)
     results = train_all(tiny_parts(tmp_path, model={"expert_diversity_lambda": 0.0}))
     assert not calls
     assert [result.diversity for result in results] == [None] * 4

@@ -11,7 +11,8 @@ from workbench.core.losses import linear_cross_entropy
 from workbench.core.model import build_model, training_forward
 from workbench.core.plain import PlainStep, PlainTransformer, left_out
 from workbench.core.precision import FLOAT32
-from workbench.core.train import balance_of, loss_settings
+from workbench.core.terms import balance_of
+from workbench.core.train import loss_settings
 from workbench.spec.run import RunSpec
 
 MODEL = {

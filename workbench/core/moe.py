@@ -248,33 +248,5 @@ def mixture(top_k: int, primary_weight: float | None) -> list[float]:
     return [primary_weight] + [(1 - primary_weight) / (top_k - 1)] * (top_k - 1)
 
 
-def balance_terms(probability: Tensor, fraction: Tensor, tokens: int) -> Tensor:
-    """The share of these tokens in the balance loss E * sum_e fraction_e * mean probability_e
-    (Fedus et al. 2021), averaged over layers; float32 scalar.
-
-    probability [L, E] are probabilities summed over the tokens of a micro-batch, fraction [L, E]
-    the part of all routes of the whole update that reached each expert, `tokens` the whole
-    update's: the shares of all micro-batches add up to the loss of one large batch.
-    """
-    return fraction.shape[-1] * (fraction * probability).sum() / (tokens * len(fraction))
-
-
-def diversity(layers: list[RoutedFeedForward], target: str) -> Tensor:
-    """The mean squared cosine between different experts of a layer, averaged over layers: scalar.
-
-    An expert is the vector of its down matrix (`down`) or of all three (`all`).
-    """
-    total = torch.zeros((), device=layers[0].down_proj_w.device)
-    for layer in layers:
-        stacks = [layer.down_proj_w]
-        if target == "all":
-            stacks += [layer.gate_proj_w, layer.up_proj_w]
-        experts = F.normalize(torch.cat([stack.flatten(1) for stack in stacks], dim=1))
-        # Without the ones of the diagonal: the rest may be so small that their sum would hide it.
-        cosines = (experts @ experts.t()).fill_diagonal_(0)  # [E, E]
-        total = total + cosines.square().sum() / (layer.experts * (layer.experts - 1))
-    return total / len(layers)
-
-
 def _squares(x: Tensor) -> Tensor:
     return x.detach().float().square().sum()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from workbench.core.data.batches import TokenDigest, WindowStream
 from workbench.core.losses import LossSettings, LossSums, linear_cross_entropy
 from workbench.core.model import TrainingForward, Transformer, training_forward
-from workbench.core.moe import Extras, balance_terms, diversity
 from workbench.core.optim import rates, set_learning_rates
 from workbench.core.precision import Precision
 from workbench.core.schedules import (
@@ -28,25 +27,19 @@ from workbench.core.schedules import (
     model_values,
 )
 from workbench.core.telemetry import ExpertReport, ExpertWatch, RouteCounter, report
+from workbench.core.terms import (
+    Term,
+    balance_of,
+    balance_term,
+    diversity_term,
+    route_fractions,
+)
 from workbench.core.workspace import Workspace
 from workbench.errors import TrainingStoppedError
 from workbench.spec.run import RunSpec
 
 Loss = Callable[[Tensor, Tensor, Tensor, LossSettings, Precision, Workspace], LossSums]
 """A loss backend: sums over one micro-batch, see `losses.linear_cross_entropy`."""
-
-
-@dataclass(frozen=True)
-class Term:
-    """An auxiliary term of the objective: its value, and the coefficient it was weighed with."""
-
-    value: float
-    weight: float
-
-    @property
-    def contribution(self) -> float:
-        """What it adds to the objective."""
-        return self.value * self.weight
 
 
 @dataclass(frozen=True)
@@ -195,57 +188,6 @@ def train(
             experts=experts,
             seconds=clock() - began,
         )
-
-
-def route_fractions(
-    spec: RunSpec, forward: TrainingForward, micro_batches: list[Tensor]
-) -> Tensor | None:
-    """The part of the update's routes that reaches each expert, [L, E] float32, before any
-    backward pass; None where one forward pass tells it, or nobody asks.
-
-    The balance loss is a product of two means over the whole update, so that its gradient in the
-    first micro-batch depends on the routes of the last. A pass without gradients finds them: with
-    it, accumulation gives what one large batch gives.
-    """
-    if not spec.model.router_aux_loss_weight or len(micro_batches) == 1:
-        return None
-    with torch.no_grad():
-        hits = [route_hits(forward(batch[:, :-1]).extras) for batch in micro_batches]
-    return normalised(torch.stack(hits).sum(0))
-
-
-def balance_of(extras: list[Extras], fractions: Tensor | None, tokens: int) -> Tensor:
-    """This micro-batch's part of the balance loss of an update of `tokens` tokens; a scalar."""
-    probability = torch.stack([one["route_probability"] for one in extras])
-    if fractions is None:
-        fractions = normalised(route_hits(extras))
-    return balance_terms(probability, fractions, tokens)
-
-
-def route_hits(extras: list[Extras]) -> Tensor:
-    """Routes that reached each expert in one micro-batch, [L, E] float32."""
-    return torch.stack([one["route_hits"] for one in extras])
-
-
-def normalised(hits: Tensor) -> Tensor:
-    """Counts [L, E] as fractions of each layer's routes."""
-    return hits / hits.sum(-1, keepdim=True)
-
-
-def balance_term(spec: RunSpec, value: float) -> Term | None:
-    """The balance loss as a term of the objective; None where there is none."""
-    weight = spec.model.router_aux_loss_weight
-    return Term(value, weight) if weight else None
-
-
-def diversity_term(model: Transformer, weight: float) -> Term | None:
-    """Computes the diversity penalty and adds its gradient; None at weight 0, with no work done."""
-    if not weight:
-        return None
-    assert model.spec.expert_diversity_target
-    value = diversity(model.routed_layers, model.spec.expert_diversity_target)
-    (weight * value).backward()  # type: ignore[no-untyped-call]
-    return Term(float(value.detach()), weight)
 
 
 def loss_settings(spec: RunSpec) -> LossSettings:
