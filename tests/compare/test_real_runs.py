@@ -19,6 +19,7 @@ from workbench.compare import Comparison, compare_runs
 from workbench.run import recorded
 from workbench.spec.checklist import CLAIMS
 from workbench.spec.run import document_hash, spec_hash
+from workbench.track.provenance import code_facts
 from workbench.track.record import read_record
 from workbench.track.store import Store
 
@@ -56,6 +57,7 @@ class Runs:
 
     def __init__(self, home: Path) -> None:
         self.home, self.store = home, Store(home / "mlruns")
+        self.code = code_facts()  # once: somebody may be at work on the sources
         corpus = write_corpus(home / "corpus.txt")
         (home / "link.txt").symlink_to(corpus)
         (home / "copy.txt").write_bytes(corpus.read_bytes())
@@ -70,7 +72,11 @@ class Runs:
         if folder.exists():
             return folder
         changes = {key: value for key, value in CHANGES[name].items() if key != "seed"}
-        base = {"training": {"steps": STEPS}, "evaluation": {"eval_steps": 8}}
+        base: dict[str, dict[str, Any]] = {
+            "model": {"num_hidden_layers": 1},
+            "training": {"steps": STEPS},
+            "evaluation": {"eval_steps": 8},
+        }
         if text := changes.get("data", {}).get("text_file"):
             changes = changes | {"data": {"text_file": str(self.home / text)}}
         if changes.get("data", {}).get("dataset") == "random":
@@ -80,7 +86,9 @@ class Runs:
             changes = {"tokenizer": {"name": "file", "path": str(self.home / "ranks.tiktoken")}}
         laid = {key: base.get(key, {}) | changes.get(key, {}) for key in base | changes}
         spec = tiny_spec(self.home, name, CHANGES[name].get("seed", 42), **laid)
-        return untracked_run(spec, self.store).folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("workbench.run.code_facts", lambda: self.code)
+            return untracked_run(spec, self.store).folder
 
     def compare(self, b: str, a: str = "base", **options: Any) -> Comparison:
         return compare_runs(self(a), self(b), **options)
