@@ -1,0 +1,291 @@
+"""Memory that training takes, computed from the spec: what is allocated, tensor by tensor.
+
+B batch, S sequence, T = B*S tokens of a micro-batch, H hidden, V vocabulary, L layers, D head dim,
+N query heads, G key/value heads, E experts, K routes, I width of a dense feed-forward, R width of
+all experts together, F width of the shared path.
+
+It follows the code that it predicts, as it runs on a CPU: which tensors autograd keeps for the
+backward pass (`Transformer`), where the gradient of the head goes (`Workspace`), which tiles the
+loss works in (`_Tiles`), what the optimizers remember. Tests compare each part with what the model,
+the optimizers and the loss really hold; nothing here is fitted. Kernels of other devices keep less
+in places (a fused norm has no product to keep), and a compiled block keeps what its compiler
+chooses: there it is a close upper bound.
+
+Torch is not imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+from workbench.spec.run import ModelSpec, RunSpec
+
+Matmul = Literal["native", "upcast", "float32"]
+"""The means by which products run, see `precision.Matmul`."""
+
+Kind = Literal["vector", "vocabulary", "router", "expert", "shared", "matrix"]
+"""What a parameter is, see `optim.Kind`."""
+
+FLOAT, WIDE, INDEX, ROUTE = 4, 8, 8, 2
+"""Bytes of float32, of float64, of an int64 index, and of an int16 entry of a route table."""
+
+TILE_TOKENS = 1024
+"""Tokens in a tile of logits at most: `losses.TILE_TOKENS`."""
+
+COMPILER_BYTES = 140_000_000
+"""Modules of torch's compiler, which `torch.optim` loads when the first optimizer is built, whether
+or not anything is compiled (torch 2.13; measured)."""
+
+TOKEN_BYTES = 510
+"""A vocabulary entry in tiktoken's two tables and in ours (o200k_base, 0.4.x to 0.12; measured)."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what they are for. Together they are the peak of resident memory, see `peak`.
+
+    weights      float32 masters, route tables, rotary tables
+    gradients    float32, of every parameter; the head's is written by the loss itself, and that of
+                 a tied embedding is added into it
+    optimizer    AdamW's two moments, Muon's one
+    activations  what autograd keeps of one micro-batch's forward pass until its backward pass; with
+                 gradient checkpointing the inputs of all blocks and the inside of one
+    loss         the tile of logits, the rounded operands, statistics by vocabulary block, and the
+                 gradient of the hidden states
+    temporaries  results in the middle of one block's backward pass
+    process      what building a run loads beside tensors: vocabulary and modules
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    temporaries: int
+    process: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is resident, from the second update on.
+
+        The sum of all: it is reached when the last block's backward pass begins. Gradients of the
+        blocks are not alive then (but for accumulation), yet their memory is taken: the process
+        keeps what it frees (`process.prepare_process`), and they were allocated among the moments,
+        in pieces smaller than activations need.
+        """
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+class Parameter(NamedTuple):
+    """One trainable tensor."""
+
+    kind: Kind
+    size: int
+
+
+def footprint(spec: RunSpec, vocab_size: int, matmul: Matmul) -> Footprint:
+    """The memory of training `spec` over `vocab_size` entries, products running by `matmul`."""
+    training = spec.training
+    parameters = list(model_parameters(spec.model, vocab_size))
+    total = FLOAT * sum(one.size for one in parameters)
+    rotary = 2 * FLOAT * spec.model.max_position_embeddings * (spec.model.head_dim // 2)
+    model = _Activations(spec.model, training.batch_size * training.seq_len, matmul)
+    return Footprint(
+        weights=total + route_table_bytes(spec.model, vocab_size) + rotary,
+        gradients=total,
+        optimizer=optimizer_bytes(spec, vocab_size),
+        activations=model.kept(training.grad_ckpt),
+        loss=loss_bytes(spec, vocab_size, matmul),
+        temporaries=model.temporaries(),
+        process=COMPILER_BYTES + TOKEN_BYTES * vocab_size,
+    )
+
+
+def checkpoint_bytes(spec: RunSpec, vocab_size: int) -> int:
+    """The tensors of a checkpoint: weights, route tables, optimizer state with its step counts.
+
+    Names, sizes and hashes of the tensors add some kilobytes.
+    """
+    parameters = list(model_parameters(spec.model, vocab_size))
+    steps = FLOAT * sum(not _by_muon(spec, one) for one in parameters)
+    weights = FLOAT * sum(one.size for one in parameters)
+    tables = route_table_bytes(spec.model, vocab_size)
+    return weights + tables + optimizer_bytes(spec, vocab_size) + steps
+
+
+def optimizer_bytes(spec: RunSpec, vocab_size: int) -> int:
+    """float32 moments: two of each parameter that AdamW trains, one of each that Muon does."""
+    parameters = model_parameters(spec.model, vocab_size)
+    return FLOAT * sum(one.size * (1 if _by_muon(spec, one) else 2) for one in parameters)
+
+
+def _by_muon(spec: RunSpec, parameter: Parameter) -> bool:
+    kind = parameter.kind
+    return kind in ("expert", "shared", "matrix") and spec.optimizer.uses_muon_for(kind)
+
+
+def model_parameters(spec: ModelSpec, vocab_size: int) -> Iterator[Parameter]:
+    """Every trainable tensor of the model, by kind; the order is not the model's."""
+    hidden, experts = spec.hidden_size, spec.num_experts or 0
+    for _ in range(1 if spec.tie_word_embeddings else 2):
+        yield Parameter("vocabulary", vocab_size * hidden)
+    yield Parameter("vector", hidden)
+    for _ in range(spec.num_hidden_layers):
+        yield from [Parameter("vector", hidden)] * 2
+        if spec.qk_norm:
+            yield from [Parameter("vector", spec.head_dim)] * 2
+        for heads in (spec.num_attention_heads, spec.num_key_value_heads):
+            yield from [Parameter("matrix", hidden * heads * spec.head_dim)] * 2
+        stacks: Kind = "expert" if spec.is_routed else "matrix"
+        yield from [Parameter(stacks, hidden * spec.intermediate_size)] * 3
+        if spec.shared_intermediate_size:
+            yield from [Parameter("shared", hidden * spec.shared_intermediate_size)] * 3
+        if spec.learn_shared_routed_gates:
+            yield from [Parameter("vector", 1)] * 2
+        if spec.mlp_type == "learned_router":
+            yield Parameter("router", hidden * experts)
+
+
+def route_table_bytes(spec: ModelSpec, vocab_size: int) -> int:
+    """The tables of a token-routed model, [K, V] in each layer."""
+    if spec.mlp_type != "token_routed":
+        return 0
+    assert spec.top_k
+    return spec.num_hidden_layers * spec.top_k * vocab_size * ROUTE
+
+
+def loss_bytes(spec: RunSpec, vocab_size: int, matmul: Matmul) -> int:
+    """The working memory of `losses.linear_cross_entropy` over one micro-batch.
+
+    The scratch is kept from step to step: a tile of logits and, in bf16, the operands of its
+    products as float32 beside their rounded copies. Statistics [blocks of V, T] are float64, held
+    from one pass to the next, and once more as they turn into shares of the softmax.
+    """
+    training, hidden = spec.training, spec.model.hidden_size
+    tokens = training.batch_size * training.seq_len
+    tile = min(training.loss_chunk_tokens or TILE_TOKENS, TILE_TOKENS, tokens)
+    block = min(training.loss_block_vocab, vocab_size)
+    scratch = FLOAT * tile * block
+    if matmul != "float32":
+        rows = tokens + block + tile  # of hidden states, of the head, of the targets' entries
+        scratch += FLOAT * rows * hidden + FLOAT // 2 * (block + tile) * hidden
+    if matmul == "upcast":
+        scratch += FLOAT // 2 * tile * block  # the gradient of the tile, rounded
+    statistics = (2 * WIDE + FLOAT) * math.ceil(vocab_size / block) * tokens
+    gradient = FLOAT * tokens * hidden  # of the hidden states
+    if matmul != "float32":
+        gradient += FLOAT // 2 * tokens * hidden
+    return scratch + statistics + gradient
+
+
+class _Activations:
+    """Bytes that a forward pass leaves for the backward pass, by part of the model.
+
+    Activations have `c` bytes. Operands of products have `m`: the activation itself in float32, its
+    rounded value in a `native` bf16 run, and in an `upcast` one a float32 copy of that for every
+    product. A bf16 run also keeps the copies of the weights that it multiplied by.
+    """
+
+    def __init__(self, spec: ModelSpec, tokens: int, matmul: Matmul) -> None:
+        self.spec, self.tokens, self.matmul = spec, tokens, matmul
+        self.c = FLOAT if matmul == "float32" else FLOAT // 2
+        self.m = FLOAT // 2 if matmul == "native" else FLOAT
+        self.query = spec.num_attention_heads * spec.head_dim
+        self.key = spec.num_key_value_heads * spec.head_dim
+
+    def kept(self, checkpointed: bool) -> int:
+        """The whole model's. Checkpointed, a block keeps its input alone, and is computed again
+        when its turn comes, so that the inside of one block is there at a time."""
+        layers, hidden, tokens = self.spec.num_hidden_layers, self.spec.hidden_size, self.tokens
+        ends = tokens * INDEX + self._norm(hidden, 1) + self.c * tokens * hidden
+        if checkpointed:
+            return ends + layers * self.c * tokens * hidden + self.block()
+        return ends + layers * self.block()
+
+    def block(self) -> int:
+        """One block's."""
+        return self._attention() + self._feed_forward()
+
+    def temporaries(self) -> int:
+        """The largest working set of one block's backward pass: of its feed-forward the gradient
+        of the activation, the part computed again and the gradients of its two factors, of its
+        attention the gradients of queries, keys and values in and out; beside either the gradient
+        of the residual stream and of what was added to it."""
+        spec = self.spec
+        width = max(spec.intermediate_size, spec.shared_intermediate_size or 0)
+        inside = max(4 * self.c * width, 2 * FLOAT * (self.query + 2 * self.key))
+        return self.tokens * (inside + 2 * FLOAT * spec.hidden_size)
+
+    def _attention(self) -> int:
+        spec, hidden = self.spec, self.spec.hidden_size
+        found = self._norm(hidden, 1) + self._operand(hidden, products=3)
+        if spec.qk_norm:
+            found += self._norm(self.query, spec.num_attention_heads)
+            found += self._norm(self.key, spec.num_key_value_heads)
+        # Queries, keys, values and the result, and the log-sum-exp of every query.
+        found += self.tokens * self.m * (2 * self.query + 2 * self.key)
+        found += self.tokens * FLOAT * spec.num_attention_heads
+        if self.matmul == "upcast":
+            found += self._operand(self.query, products=1)
+        return found + self._weights(2 * hidden * (self.query + self.key))
+
+    def _feed_forward(self) -> int:
+        spec, hidden = self.spec, self.spec.hidden_size
+        found = self._norm(hidden, 1)
+        if not spec.is_routed:
+            inside = self._swiglu(spec.intermediate_size)
+            return found + self._operand(hidden, products=2) + inside
+        return found + self._experts() + self._shared() + self._gates()
+
+    def _experts(self) -> int:
+        """The routed path, and the operand that all paths share."""
+        spec, hidden, width = self.spec, self.spec.hidden_size, self.spec.intermediate_size
+        assert spec.num_experts
+        assert spec.top_k
+        found = self._operand(hidden, products=2) + self._swiglu(width)
+        found += self.tokens * FLOAT * spec.num_experts  # what each expert counts for
+        if self.matmul == "float32" and spec.num_experts > 1:
+            found += 2 * FLOAT * width * hidden  # the stacks of two factors, laid side by side
+        if spec.mlp_type == "learned_router":
+            # The unweighted activation, probabilities, the chosen ones' indices, values and sum.
+            per_token = self.c * width + FLOAT * spec.num_experts + INDEX * spec.top_k
+            per_token += FLOAT * (spec.top_k + 1) if spec.top_k > 1 else 0
+            per_token += FLOAT * hidden if self.matmul != "float32" else 0
+            found += self.tokens * per_token
+        return found
+
+    def _shared(self) -> int:
+        spec = self.spec
+        if not spec.shared_intermediate_size:
+            return 0
+        if 0 < (spec.shared_expert_chunk_tokens or 0) < self.tokens:
+            # The chunks keep their input, which elsewhere is an operand already.
+            return self.c * self.tokens * spec.hidden_size if self.matmul == "upcast" else 0
+        copies = self._operand(spec.hidden_size, products=2) if self.matmul == "upcast" else 0
+        return copies + self._swiglu(spec.shared_intermediate_size)
+
+    def _gates(self) -> int:
+        """What both paths add, as float32, and the gates that multiply it."""
+        if not (self.spec.learn_shared_routed_gates and self.spec.shared_intermediate_size):
+            return 0
+        return 2 * FLOAT * self.tokens * self.spec.hidden_size + 2 * FLOAT
+
+    def _swiglu(self, width: int) -> int:
+        """Both factors, and their product as an operand."""
+        kept = self.tokens * (2 * self.c + self.m) * width
+        return kept + self._weights(3 * width * self.spec.hidden_size)
+
+    def _norm(self, width: int, rows: int) -> int:
+        """The float32 input, the input over its root mean square, and one over that, per row."""
+        return self.tokens * FLOAT * (2 * width + rows)
+
+    def _operand(self, width: int, products: int) -> int:
+        """An activation that is multiplied by several weights."""
+        return self.tokens * width * self.m * (products if self.matmul == "upcast" else 1)
+
+    def _weights(self, size: int) -> int:
+        """The copies of weights that products take."""
+        return 0 if self.matmul == "float32" else self.m * size
