@@ -96,7 +96,8 @@ def render_plan(document: dict[str, Any]) -> str:
     """The dry run for a person: the resolved spec as YAML, then the counts."""
     import yaml
 
-    counts = document["parameters"]
+    counts, tokens = document["parameters"], document["tokens"]
+    total = "one pass over the data" if tokens is None else f"{tokens:,} in all"
     return "\n".join(
         (
             yaml.safe_dump(document["spec"], sort_keys=False, default_flow_style=None).rstrip(),
@@ -104,7 +105,7 @@ def render_plan(document: dict[str, Any]) -> str:
             f"parameters   {counts['total']:,} total, {counts['active']:,} active per token",
             f"             {counts['embedding']:,} embedding, {counts['experts']:,} experts",
             f"vocabulary   {document['vocab_size']:,}",
-            f"tokens       {document['tokens_per_step']:,} a step, {document['tokens']:,} in all",
+            f"tokens       {document['tokens_per_step']:,} a step, {total}",
             f"FLOPs        {document['flops_per_token']:.3g} a token, forward and backward",
             f"warm-up      {document['warmup_steps']:,} steps",
             f"spec hash    {document['spec_sha256']}",

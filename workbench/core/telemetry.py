@@ -110,14 +110,16 @@ class ExpertWatch:
         """To be called with the update's gradients in place, before it is made.
 
         Raises:
-            TrainingStoppedError: a matrix of an expert had tokens of non-zero weight in five
-                updates, and a gradient of exactly zero in each of them.
+            TrainingStoppedError: in the last five updates that gave an expert tokens of non-zero
+                weight, the gradient of one of its matrices was exactly zero.
         """
         if not self._layers:
             return
         self._seen += routes.hits
         zero = np.stack([_zero_gradients(layer) for layer in self._layers])  # [L, E, stacks]
-        self._strikes += zero & (routes.live > 0)[:, :, None]
+        live = (routes.live > 0)[:, :, None]
+        # A gradient clears: a healthy expert may meet a zero now and then in a long run.
+        self._strikes = np.where(live, (self._strikes + 1) * zero, self._strikes)
         frozen = np.argwhere(self._strikes >= STRIKES)
         if len(frozen):
             layer, expert, stack = frozen[0]

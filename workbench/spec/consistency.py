@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 UNSET = "null (unset it)"
+MOST_EXPERTS = 2**15 - 1
+MOST_NS_STEPS = 99
+"""The most Newton-Schulz iterations that Muon takes."""
 
 
 def contradictions(spec: RunSpec) -> list[Fault]:
@@ -81,9 +84,15 @@ def _expert_faults(model: ModelSpec) -> list[Fault]:
         message = f"the routed width {width} is not divisible by {experts} experts"
         place = "model.intermediate_size"
         faults.append(Fault(place, message, width, f"a multiple of {experts}"))
+    if experts > MOST_EXPERTS:
+        message = "more experts than the int16 of a route table can name"
+        faults.append(Fault("model.num_experts", message, experts, f"1 to {MOST_EXPERTS}"))
     if top_k > experts:
         message = f"top_k is above the {experts} experts"
         faults.append(Fault("model.top_k", message, top_k, f"1 to {experts}"))
+    if model.mlp_type == "learned_router" and experts == 1:
+        message = "a router of one expert has nothing to choose, and would never learn"
+        faults.append(Fault("model.num_experts", message, experts, "2 or more"))
     faults += _given(model, _not_applicable(model, top_k))
     if not model.shared_expert and model.learn_shared_routed_gates:
         place = "model.learn_shared_routed_gates"
@@ -236,4 +245,8 @@ def _optimizer_faults(optimizer: OptimizerSpec, model: ModelSpec) -> list[Fault]
     for key, reason in not_applicable.items():
         if (value := getattr(optimizer, key)) is not None:
             faults.append(Fault(f"optimizer.{key}", reason, value, UNSET))
+    if optimizer.name == "muon_tr" and (optimizer.muon_ns_steps or 0) > MOST_NS_STEPS:
+        message = "five or six iterations are usual"
+        place, value = "optimizer.muon_ns_steps", optimizer.muon_ns_steps
+        faults.append(Fault(place, message, value, f"1 to {MOST_NS_STEPS}"))
     return faults
