@@ -341,6 +341,14 @@ def test_off_leaves_empty_cells_and_no_table(tmp_path: Path) -> None:
     assert not (folder / SEGMENTS).exists()
 
 
+def test_off_nothing_is_measured_in_the_forward_pass(tmp_path: Path) -> None:
+    for model in ({}, {"mlp_type": "dense"}, {"learn_shared_routed_gates": True}):
+        parts = tiny_parts(tmp_path, model=model)
+        assert len(train_all(parts)) == 4
+        ids = torch.arange(32).view(1, 32)
+        assert parts.forward(ids).extras == [{}, {}]
+
+
 def saved_weights(folder: Path) -> bytes:
     return (checkpoints(folder / "checkpoints")[-1] / "model.safetensors").read_bytes()
 
