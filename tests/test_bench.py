@@ -252,10 +252,11 @@ def test_command_line_names_the_other_spec(
 
     def measure(spec: RunSpec, *rest: Any, **more: Any) -> dict[str, Any]:
         asked.update(more, spec=spec)
-        return {}
+        raise BenchError.at("here", "enough is known")
 
     monkeypatch.setattr(benching, "bench", measure)
-    commands.call(["bench", "tiny.yaml", "--json", "--profile", "t.json", *options])
+    with pytest.raises(BenchError, match="enough is known"):
+        commands.call(["bench", "tiny.yaml", "--profile", "t.json", *options])
     assert asked["spec"].name == "tiny"
     assert asked["spec"].training.precision == ours
     assert asked["trace"] == Path("t.json")
