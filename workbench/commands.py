@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workbench.errors import UserError
+from workbench.errors import StoreError, UserError
 from workbench.output import write_line
 
 if TYPE_CHECKING:
@@ -250,7 +250,9 @@ def bench(
     """
     from workbench.bench import bench as measure
     from workbench.bench_page import render
+    from workbench.bench_store import keep_bench
     from workbench.spec.load import load_spec
+    from workbench.track.store import Store
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -261,7 +263,37 @@ def bench(
     elif compare_set:
         other = load_spec(spec, [*(overrides or []), *compare_set])
     result = measure(ours, rounds, steps, max_seconds, say, other=other, trace=profile)
+    try:
+        keep_bench(ours, result, Store())  # for the expected time of `wb plan`
+    except StoreError as error:
+        say(f"the result is not kept for wb plan: {error}")
     return Answer(result if as_json else render(result))
+
+
+@app.command()
+def plan(
+    specs: Annotated[
+        list[str],
+        typer.Argument(metavar="SPEC...", help="Run specs (YAML), and KEY=VALUE laid over each."),
+    ],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Count parameters, FLOPs, tokens, memory, disk and time of runs, building no model."""
+    from workbench.plan import plan as count
+    from workbench.plan import render
+    from workbench.spec.load import load_spec
+    from workbench.track.store import Store
+
+    # A file is a file, whatever its name has in it.
+    overrides = [text for text in specs if "=" in text and not Path(text).exists()]
+    paths = [Path(text) for text in specs if text not in overrides]
+    if not paths:
+        raise UserError.at("command line", "no spec is named, only overrides", specs[0])
+    plans = [count(load_spec(path, overrides), Store()) for path in paths]
+    if as_json:
+        return Answer(plans[0] if len(plans) == 1 else {"plans": plans})
+    return Answer("\n\n".join(map(render, plans)))
 
 
 def _readable(entry: RunEntry) -> RunEntry:

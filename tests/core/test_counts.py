@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from workbench.core.counts import count_parameters, flops_per_token
+from workbench.core.counts import count_parameters, flops_per_token, training_flops
 from workbench.core.model import build_model
 from workbench.core.precision import FLOAT32
 from workbench.spec.profiles import PROFILES
@@ -20,14 +22,24 @@ def model_spec(**fields: object) -> ModelSpec:
     return ModelSpec.model_validate(fields)
 
 
-KINDS: list[dict[str, object]] = [
-    {"attention_type": attention, "mlp_type": kind}
-    for attention, kind in itertools.product(("mha", "gqa", "mqa"), ("dense", "token_routed"))
-] + [
-    {"mlp_type": "token_routed", "learn_shared_routed_gates": True},
-    {"mlp_type": "token_routed", "shared_expert": False, "top_k": 1},
-    {"mlp_type": "dense", "tie_word_embeddings": False, "qk_norm": False},
+ATTENTIONS = ("mha", "gqa", "mqa")
+FEED_FORWARDS: list[dict[str, object]] = [
+    {"mlp_type": "dense"},
+    *(
+        {"mlp_type": kind, **more}
+        for kind in ("token_routed", "learned_router")
+        for more in (
+            {},
+            {"learn_shared_routed_gates": True},
+            {"shared_expert": False, "top_k": 1},
+        )
+    ),
 ]
+KINDS = [
+    {"attention_type": attention, **feed_forward}
+    for attention, feed_forward in itertools.product(ATTENTIONS, FEED_FORWARDS)
+]
+KINDS += [one | {"tie_word_embeddings": False} for one in FEED_FORWARDS] + [{"qk_norm": False}]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -41,7 +53,11 @@ def test_prediction_equals_the_built_model(profile: str) -> None:
         assert counts.total == sum(sizes.values()), kind
         experts = sum(n for name, n in sizes.items() if name.endswith("_proj_w"))
         assert counts.experts == experts
-        unused = experts * (1 - spec.top_k / spec.num_experts) if spec.is_routed else 0
+        unused = 0
+        if spec.is_routed:
+            assert spec.top_k
+            assert spec.num_experts
+            unused = experts // spec.num_experts * (spec.num_experts - spec.top_k)
         assert counts.active == counts.total - unused
         vocabulary = {"embed_tokens.weight", "lm_head.weight"} & sizes.keys()
         assert counts.embedding == sum(sizes[name] for name in vocabulary)
@@ -126,6 +142,26 @@ def test_flops_count_the_vocabulary_once_and_active_experts_only() -> None:
     assert flops_per_token(tied, 10, 32) == 6 * active + 6 * 2 * 32 * 8
     untied = tied.model_copy(update={"tie_word_embeddings": False})
     assert flops_per_token(untied, 10, 32) == flops_per_token(tied, 10, 32)
+
+
+@pytest.mark.parametrize("kind", ["dense", "token_routed", "learned_router"])
+def test_flops_are_those_of_the_products_that_a_model_makes(kind: str) -> None:
+    """Against PyTorch's own counter: the head by itself, and the forward pass of a model whose
+    experts are all in use. Attention is counted in full there, for it has no mask; norms are in 6 N
+    and not in products, which is next to nothing."""
+    routes = {"num_experts": 2, "top_k": 2, "shared_intermediate_size": 40}
+    routes = routes if kind != "dense" else {}
+    spec = model_spec(**(TINY | {"hidden_size": 64, "mlp_type": kind}), **routes)
+    model = build_model(spec, 50, 0, FLOAT32)
+    length = 32
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        (model(ids) @ model.head_weight.t()).sum().backward()
+    found = training_flops(spec, 50, length)
+    expected = (found.weights + 2 * found.attention) * length
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+    assert found.total == found.forward + found.backward == found.weights + found.attention
+    assert found.backward == 2 * found.forward
 
 
 def test_counting_imports_no_torch() -> None:

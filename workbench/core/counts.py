@@ -54,14 +54,48 @@ def count_parameters(spec: ModelSpec, vocab_size: int) -> ParameterCounts:
     return ParameterCounts(total, total - layers * unused, embedding, layers * experts)
 
 
-def flops_per_token(spec: ModelSpec, vocab_size: int, seq_len: int) -> int:
-    """Floating-point operations of training on one token, forward and backward.
+@dataclass(frozen=True)
+class TrainingFlops:
+    """Floating-point operations of training on one token, by what they are spent on.
 
-    6 x active parameters + 6 x L x S x H (causal attention; Chowdhery et al. 2022, appendix B,
-    halved for the mask). The vocabulary counts once, tied or not: as the head, since looking up an
-    embedding is no arithmetic. Recomputation under gradient checkpointing is not counted.
+    `weights`, 6 N: a multiplication and an addition by each of the N parameters that the token is
+    multiplied with, in the forward pass, and twice as much in the backward pass (gradients of the
+    activations and of the weights). N is `active` without an untied input embedding: the vocabulary
+    counts once, as the head, since looking up an embedding is no arithmetic.
+
+    `attention`, 6 L S H: scores and weighted values, 12 L S H (Chowdhery et al. 2022, appendix B),
+    halved for the causal mask. The number of key/value heads plays no part.
+
+    Recomputation under gradient checkpointing is not counted.
     """
-    active = count_parameters(spec, vocab_size).active
+
+    weights: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        """Both, forward and backward."""
+        return self.weights + self.attention
+
+    @property
+    def forward(self) -> int:
+        """The forward pass: a third of all."""
+        return self.total // 3
+
+    @property
+    def backward(self) -> int:
+        """The backward pass: two thirds of all."""
+        return self.total - self.forward
+
+
+def training_flops(spec: ModelSpec, vocab_size: int, seq_len: int) -> TrainingFlops:
+    """FLOPs of one token in sequences of `seq_len`."""
+    used = count_parameters(spec, vocab_size).active
     if not spec.tie_word_embeddings:
-        active -= vocab_size * spec.hidden_size
-    return 6 * active + 6 * spec.num_hidden_layers * seq_len * spec.hidden_size
+        used -= vocab_size * spec.hidden_size
+    return TrainingFlops(6 * used, 6 * spec.num_hidden_layers * seq_len * spec.hidden_size)
+
+
+def flops_per_token(spec: ModelSpec, vocab_size: int, seq_len: int) -> int:
+    """`training_flops` in one number."""
+    return training_flops(spec, vocab_size, seq_len).total
