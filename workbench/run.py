@@ -360,7 +360,6 @@ class Recorder:
             StoreError: it cannot be written.
         """
         record, step = self.record, self._parts.state.step
-        self._layers.close()
         record.status = status
         record.results.unused_experts = self._parts.state.watch.unused if step else []
         record.error, record.ended = error and redact(error), _now()
@@ -377,6 +376,7 @@ class Recorder:
             interval = {"first_step": absent, "last_step": absent}
         record.effective.interval = type(record.effective.interval).model_validate(interval)
         self._write_record()
+        self._layers.close()  # after the record: without room its segments stay as they are
 
     def let_go(self) -> str | None:
         """Frees the run's folder and lets the tracker finish; returns what that still owes."""
