@@ -47,7 +47,7 @@ def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
     memory = footprint(spec, vocab, matmul)
     parts = asdict(memory)
     if device != "cpu":
-        del parts["process"]
+        del parts["process"], parts["holes"]
     return {
         "name": spec.name,
         "spec_sha256": spec_hash(spec),

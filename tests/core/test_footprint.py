@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.tiny_runs import tiny_parts
+from workbench.core import losses
 from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
 from workbench.core.footprint import (
+    TILE_TOKENS,
     Footprint,
     Matmul,
     _Activations,
@@ -219,8 +221,27 @@ def test_accumulation_costs_no_memory_and_checkpointing_saves_some() -> None:
     assert vars(less) | {"activations": one.activations} == vars(one)
 
 
+def test_tiles_are_those_of_the_loss() -> None:
+    assert TILE_TOKENS == losses.TILE_TOKENS
+
+
+def test_only_tensors_of_the_heap_leave_holes() -> None:
+    small = footprint(run_spec(model_spec(profile="100m")), 200_019, "float32")
+    assert small.holes == 0  # gradients take more than a pass of so few tokens leaves
+    run = run_spec(model_spec(profile="100m", max_position_embeddings=4096), seq_len=1024)
+    some = footprint(run, 200_019, "float32")
+    assert 0 < some.holes < some.activations
+    checkpointed = run_spec(run.model, seq_len=1024, grad_ckpt=True)
+    assert footprint(checkpointed, 200_019, "float32").holes == some.holes
+    # At 4,096 x 8 tokens of 4,096 wide tensors only the small per-row statistics are on the heap.
+    huge = run_spec(
+        model_spec(profile="8b", max_position_embeddings=4096), batch_size=8, seq_len=4096
+    )
+    assert footprint(huge, 200_019, "native").holes == 0
+
+
 def test_the_peak_is_the_sum_of_its_parts() -> None:
-    assert Footprint(1, 2, 4, 8, 16, 32, 64).peak == 127
+    assert Footprint(1, 2, 4, 8, 16, 32, 64, 128).peak == 255
 
 
 def test_predicting_imports_no_torch() -> None:

@@ -7,9 +7,9 @@ all experts together, F width of the shared path.
 It follows the code that it predicts, as it runs on a CPU: which tensors autograd keeps for the
 backward pass (`Transformer`), where the gradient of the head goes (`Workspace`), which tiles the
 loss works in (`_Tiles`), what the optimizers remember. Tests compare each part with what the model,
-the optimizers and the loss really hold; nothing here is fitted. Kernels of other devices keep less
-in places (a fused norm has no product to keep), and a compiled block keeps what its compiler
-chooses: there it is a close upper bound.
+the optimizers and the loss really hold, and the sum with the peak of real processes. Kernels of
+other devices keep less in places (a fused norm has no product to keep), and a compiled block keeps
+what its compiler chooses: there it is a close upper bound.
 
 Torch is not imported.
 """
@@ -39,8 +39,11 @@ COMPILER_BYTES = 140_000_000
 """Modules of torch's compiler, which `torch.optim` loads when the first optimizer is built, whether
 or not anything is compiled (torch 2.13; measured)."""
 
+MAPPED_BYTES = 1 << 25
+"""Allocations from this size on go back to the kernel when freed: `process.prepare_process`."""
+
 TOKEN_BYTES = 510
-"""A vocabulary entry in tiktoken's two tables and in ours (o200k_base, 0.4.x to 0.12; measured)."""
+"""A vocabulary entry in tiktoken's two tables and in ours (o200k_base; measured)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Footprint:
                  gradient of the hidden states
     temporaries  results in the middle of one block's backward pass
     process      what building a run loads beside tensors: vocabulary and modules
+    holes        freed memory of the heap that the next pass cannot use, see `footprint`
     """
 
     weights: int
@@ -66,6 +70,7 @@ class Footprint:
     loss: int
     temporaries: int
     process: int
+    holes: int
 
     @property
     def peak(self) -> int:
@@ -73,8 +78,7 @@ class Footprint:
 
         The sum of all: it is reached when the last block's backward pass begins. Gradients of the
         blocks are not alive then (but for accumulation), yet their memory is taken: the process
-        keeps what it frees (`process.prepare_process`), and they were allocated among the moments,
-        in pieces smaller than activations need.
+        keeps what it frees (`process.prepare_process`).
         """
         return sum(getattr(self, field.name) for field in fields(self))
 
@@ -87,12 +91,25 @@ class Parameter(NamedTuple):
 
 
 def footprint(spec: RunSpec, vocab_size: int, matmul: Matmul) -> Footprint:
-    """The memory of training `spec` over `vocab_size` entries, products running by `matmul`."""
+    """The memory of training `spec` over `vocab_size` entries, products running by `matmul`.
+
+    Holes: torch asks for memory aligned to 64 bytes, and glibc (2.36) then looks for a piece larger
+    by the alignment. So it does not put a tensor where an equal one was freed, unless neighbours
+    were freed with it, and the heap fills with holes of the sizes of tensors until there are half
+    as many as there are tensors of one forward pass (the fifty-percent rule; Knuth, The Art of
+    Computer Programming, vol. 1, 2.5). Checkpointing does not change that: each block leaves its
+    own. Gradients of the blocks and temporaries find room in them. Tensors of `MAPPED_BYTES` and
+    more leave none. Of all parts this one is an estimate.
+    """
     training = spec.training
     parameters = list(model_parameters(spec.model, vocab_size))
     total = FLOAT * sum(one.size for one in parameters)
     rotary = 2 * FLOAT * spec.model.max_position_embeddings * (spec.model.head_dim // 2)
-    model = _Activations(spec.model, training.batch_size * training.seq_len, matmul)
+    tokens = training.batch_size * training.seq_len
+    model = _Activations(spec.model, tokens, matmul)
+    heap = _Activations(spec.model, tokens, matmul, below=MAPPED_BYTES)
+    in_holes = sum(FLOAT * one.size for one in parameters if one.kind != "vocabulary")
+    in_holes += model.temporaries()
     return Footprint(
         weights=total + route_table_bytes(spec.model, vocab_size) + rotary,
         gradients=total,
@@ -101,6 +118,7 @@ def footprint(spec: RunSpec, vocab_size: int, matmul: Matmul) -> Footprint:
         loss=loss_bytes(spec, vocab_size, matmul),
         temporaries=model.temporaries(),
         process=COMPILER_BYTES + TOKEN_BYTES * vocab_size,
+        holes=max(0, heap.kept(checkpointed=False) // 2 - in_holes),
     )
 
 
@@ -187,10 +205,14 @@ class _Activations:
     Activations have `c` bytes. Operands of products have `m`: the activation itself in float32, its
     rounded value in a `native` bf16 run, and in an `upcast` one a float32 copy of that for every
     product. A bf16 run also keeps the copies of the weights that it multiplied by.
+
+    Only tensors smaller than `below` bytes are counted.
     """
 
-    def __init__(self, spec: ModelSpec, tokens: int, matmul: Matmul) -> None:
-        self.spec, self.tokens, self.matmul = spec, tokens, matmul
+    def __init__(
+        self, spec: ModelSpec, tokens: int, matmul: Matmul, below: float = math.inf
+    ) -> None:
+        self.spec, self.tokens, self.matmul, self.below = spec, tokens, matmul, below
         self.c = FLOAT if matmul == "float32" else FLOAT // 2
         self.m = FLOAT // 2 if matmul == "native" else FLOAT
         self.query = spec.num_attention_heads * spec.head_dim
@@ -199,10 +221,10 @@ class _Activations:
     def kept(self, checkpointed: bool) -> int:
         """The whole model's. Checkpointed, a block keeps its input alone, and is computed again
         when its turn comes, so that the inside of one block is there at a time."""
-        layers, hidden, tokens = self.spec.num_hidden_layers, self.spec.hidden_size, self.tokens
-        ends = tokens * INDEX + self._norm(hidden, 1) + self.c * tokens * hidden
+        layers, stream = self.spec.num_hidden_layers, self._rows(self.spec.hidden_size, self.c)
+        ends = self._rows(1, INDEX) + self._norm(self.spec.hidden_size, 1) + stream
         if checkpointed:
-            return ends + layers * self.c * tokens * hidden + self.block()
+            return ends + layers * stream + self.block()
         return ends + layers * self.block()
 
     def block(self) -> int:
@@ -226,11 +248,11 @@ class _Activations:
             found += self._norm(self.query, spec.num_attention_heads)
             found += self._norm(self.key, spec.num_key_value_heads)
         # Queries, keys, values and the result, and the log-sum-exp of every query.
-        found += self.tokens * self.m * (2 * self.query + 2 * self.key)
-        found += self.tokens * FLOAT * spec.num_attention_heads
+        found += 2 * self._rows(self.query, self.m) + 2 * self._rows(self.key, self.m)
+        found += self._rows(spec.num_attention_heads, FLOAT)
         if self.matmul == "upcast":
             found += self._operand(self.query, products=1)
-        return found + self._weights(2 * hidden * (self.query + self.key))
+        return found + 2 * self._weight(hidden * self.query) + 2 * self._weight(hidden * self.key)
 
     def _feed_forward(self) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
@@ -246,15 +268,18 @@ class _Activations:
         assert spec.num_experts
         assert spec.top_k
         found = self._operand(hidden, products=2) + self._swiglu(width)
-        found += self.tokens * FLOAT * spec.num_experts  # what each expert counts for
+        found += self._rows(spec.num_experts, FLOAT)  # what each expert counts for
         if self.matmul == "float32" and spec.num_experts > 1:
-            found += 2 * FLOAT * width * hidden  # the stacks of two factors, laid side by side
+            # The stacks of two factors, laid side by side.
+            found += 2 * self._tensor(FLOAT * width * hidden)
         if spec.mlp_type == "learned_router":
-            # The unweighted activation, probabilities, the chosen ones' indices, values and sum.
-            per_token = self.c * width + FLOAT * spec.num_experts + INDEX * spec.top_k
-            per_token += FLOAT * (spec.top_k + 1) if spec.top_k > 1 else 0
-            per_token += FLOAT * hidden if self.matmul != "float32" else 0
-            found += self.tokens * per_token
+            # The unweighted activation, probabilities, the chosen ones' indices, sum and values.
+            found += self._rows(width, self.c) + self._rows(spec.num_experts, FLOAT)
+            found += self._rows(spec.top_k, INDEX)
+            if spec.top_k > 1:
+                found += self._rows(1, FLOAT) + self._rows(spec.top_k, FLOAT)
+            if self.matmul != "float32":
+                found += self._rows(hidden, FLOAT)
         return found
 
     def _shared(self) -> int:
@@ -263,7 +288,7 @@ class _Activations:
             return 0
         if 0 < (spec.shared_expert_chunk_tokens or 0) < self.tokens:
             # The chunks keep their input, which elsewhere is an operand already.
-            return self.c * self.tokens * spec.hidden_size if self.matmul == "upcast" else 0
+            return self._rows(spec.hidden_size, self.c) if self.matmul == "upcast" else 0
         copies = self._operand(spec.hidden_size, products=2) if self.matmul == "upcast" else 0
         return copies + self._swiglu(spec.shared_intermediate_size)
 
@@ -271,21 +296,28 @@ class _Activations:
         """What both paths add, as float32, and the gates that multiply it."""
         if not (self.spec.learn_shared_routed_gates and self.spec.shared_intermediate_size):
             return 0
-        return 2 * FLOAT * self.tokens * self.spec.hidden_size + 2 * FLOAT
+        return 2 * self._rows(self.spec.hidden_size, FLOAT) + 2 * FLOAT
 
     def _swiglu(self, width: int) -> int:
-        """Both factors, and their product as an operand."""
-        kept = self.tokens * (2 * self.c + self.m) * width
-        return kept + self._weights(3 * width * self.spec.hidden_size)
+        """Both factors, their product as an operand, and the three weights."""
+        factors = 2 * self._rows(width, self.c)
+        return factors + self._rows(width, self.m) + 3 * self._weight(width * self.spec.hidden_size)
 
     def _norm(self, width: int, rows: int) -> int:
         """The float32 input, the input over its root mean square, and one over that, per row."""
-        return self.tokens * FLOAT * (2 * width + rows)
+        return 2 * self._rows(width, FLOAT) + self._rows(rows, FLOAT)
 
     def _operand(self, width: int, products: int) -> int:
         """An activation that is multiplied by several weights."""
-        return self.tokens * width * self.m * (products if self.matmul == "upcast" else 1)
+        return self._rows(width, self.m) * (products if self.matmul == "upcast" else 1)
 
-    def _weights(self, size: int) -> int:
-        """The copies of weights that products take."""
-        return 0 if self.matmul == "float32" else self.m * size
+    def _weight(self, size: int) -> int:
+        """The copy of a weight that a product takes."""
+        return 0 if self.matmul == "float32" else self._tensor(self.m * size)
+
+    def _rows(self, width: int, size: int) -> int:
+        """A tensor [T, width] of entries of `size` bytes."""
+        return self._tensor(self.tokens * width * size)
+
+    def _tensor(self, size: int) -> int:
+        return size if size < self.below else 0
