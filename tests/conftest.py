@@ -1,13 +1,17 @@
-"""What holds for every test: no server or store of the machine, no setting of torch left behind."""
+"""What holds for every test: no server, store or haste of the machine, no setting of torch left."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from workbench.process import prepare_process
+
+# Also where the machine has much else to do, a run of the tests arrives in MLflow.
+os.environ["WB_MLFLOW_WAIT"] = "400"
 
 # As a run does, before torch is loaded: threads that spin make tiny steps slow on busy machines.
 prepare_process()

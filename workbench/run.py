@@ -57,7 +57,7 @@ from workbench.progress import Reporter
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.events import Tracker
-from workbench.track.feeder import MlflowTracker
+from workbench.track.feeder import MlflowTracker, patience
 from workbench.track.journal import Journal, columns
 from workbench.track.layer_table import LayerTable
 from workbench.track.provenance import code_facts, hardware_facts, provenance, redact
@@ -413,7 +413,7 @@ class RunOutcome:
 
 def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     """MLflow, at the spec's address or in the store."""
-    return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment)
+    return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment, patience())
 
 
 def _rates(result: StepResult) -> dict[str, float | None]:

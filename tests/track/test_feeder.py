@@ -19,8 +19,14 @@ import pytest
 import requests
 from tracked_runs import assert_equal_to_file, end_run, make_run
 
-from workbench.errors import StoreError
-from workbench.track.feeder import MlflowTracker, send_again, short_reason
+from workbench.errors import StoreError, UserError
+from workbench.track.feeder import (
+    GRACE_SECONDS,
+    MlflowTracker,
+    patience,
+    send_again,
+    short_reason,
+)
 from workbench.track.journal import read_metrics
 from workbench.track.mlflow_store import connect, read_position
 from workbench.track.store import Store
@@ -263,3 +269,14 @@ def test_runs_that_start_at_once_on_no_store_are_all_complete(
     assert sorted(run.info.run_name for run in found) == names
     assert {run.info.status for run in found} == {"FINISHED"}
     assert len(target.client.search_experiments()) == 2  # MLflow's own default, and ours
+
+
+def test_how_long_a_run_waits_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WB_MLFLOW_WAIT", "2.5")
+    assert patience() == 2.5
+    for wrong in ("soon", "-1", "nan", "inf"):
+        monkeypatch.setenv("WB_MLFLOW_WAIT", wrong)
+        with pytest.raises(UserError, match=f"WB_MLFLOW_WAIT.*{wrong}"):
+            patience()
+    monkeypatch.delenv("WB_MLFLOW_WAIT")
+    assert patience() == GRACE_SECONDS

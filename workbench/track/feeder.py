@@ -50,6 +50,25 @@ def tracking_address(uri: str | None, store: Store) -> str:
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or store.tracking_uri
 
 
+def patience() -> float:
+    """Seconds that a run waits for MLflow at its end: WB_MLFLOW_WAIT, else `GRACE_SECONDS`.
+
+    Raises:
+        UserError: the variable is not a number of seconds.
+    """
+    given = os.environ.get("WB_MLFLOW_WAIT")
+    if given is None:
+        return GRACE_SECONDS
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        message = "how long a run waits for MLflow at its end"
+        raise UserError.at("WB_MLFLOW_WAIT", message, given, "a number of seconds")
+    return seconds
+
+
 class MlflowTracker:
     """A tracker that feeds MLflow through a child process. Nothing here raises into training.
 
