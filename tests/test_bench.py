@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from workbench import bench as benching
 from workbench import commands
-from workbench.bench import bench, differences
-from workbench.bench_page import render
-from workbench.bench_process import BenchError, Worker, environment
-from workbench.bench_trace import require_place, write_trace
-from workbench.bench_turns import Turns, benched, logged_share, telemetry_cost, weighed
+from workbench.bench import measure as benching
+from workbench.bench.measure import bench, differences
+from workbench.bench.page import render
+from workbench.bench.process import BenchError, Worker, environment
+from workbench.bench.trace import require_place, write_trace
+from workbench.bench.turns import Turns, benched, logged_share, telemetry_cost, weighed
 from workbench.errors import StoreError, UserError
 from workbench.spec.run import RunSpec
 
@@ -433,7 +433,7 @@ def test_worker_that_fails_is_reported(code: str, message: str) -> None:
 
 
 def test_worker_dies_with_its_parent() -> None:
-    command = [sys.executable, "-m", "workbench.bench_worker"]
+    command = [sys.executable, "-m", "workbench.bench.worker"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert worker.stdin
     worker.stdin.close()

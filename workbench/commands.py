@@ -248,9 +248,9 @@ def bench(
 
     With telemetry.moe, what that costs a step, too.
     """
-    from workbench.bench import bench as measure
-    from workbench.bench_page import render
-    from workbench.bench_store import keep_bench
+    from workbench.bench.measure import bench as measure
+    from workbench.bench.page import render
+    from workbench.bench.store import keep_bench
     from workbench.spec.load import load_spec
     from workbench.track.store import Store
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from workbench.bench_store import Device, find_bench, torch_version
+from workbench.bench.store import Device, find_bench, torch_version
 from workbench.core.counts import count_parameters, training_flops
 from workbench.core.data.tokenizer import load_tokenizer
 from workbench.core.footprint import Matmul, checkpoint_bytes, footprint

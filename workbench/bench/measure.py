@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.bench_process import ArmKind, Worker
-from workbench.bench_trace import require_place, write_trace
-from workbench.bench_turns import Say, Turns, benched, pairs, telemetry_cost
+from workbench.bench.process import ArmKind, Worker
+from workbench.bench.trace import require_place, write_trace
+from workbench.bench.turns import Say, Turns, benched, pairs, telemetry_cost
 from workbench.core.counts import flops_per_token
 from workbench.spec.run import RunSpec
 

@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from workbench.bench_process import Worker
+from workbench.bench.process import Worker
 from workbench.spec.run import RunSpec
 
 Say = Callable[[str], None]
 Turn = dict[str, Any]
-"""The answer of a worker to `steps`, see `bench_arms.Workbench.steps`."""
+"""The answer of a worker to `steps`, see `bench.arms.Workbench.steps`."""
 
 # The first step compiles and touches memory for the first time, the second still fills caches.
 WARM_UP_STEPS = 2

@@ -7,7 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from workbench.bench_process import Worker
+from workbench.bench.process import Worker
 from workbench.core.data import atomic
 from workbench.errors import StoreError, UserError, reason_of
 

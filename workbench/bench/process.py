@@ -55,7 +55,7 @@ class Worker:
     ) -> None:
         self.kind, self.name = kind, name or kind
         self._spec = spec
-        self._command = command or [sys.executable, "-m", "workbench.bench_worker"]
+        self._command = command or [sys.executable, "-m", "workbench.bench.worker"]
 
     def __enter__(self) -> Self:
         self._log: IO[bytes] = tempfile.TemporaryFile()
@@ -103,7 +103,7 @@ class Worker:
         return self._answer()
 
     def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one request (see `bench_worker`). Raises what `facts` does."""
+        """The answer to one request (see `bench.worker`). Raises what `facts` does."""
         try:
             self._tell({"call": name, "with": arguments})
         except BrokenPipeError:

@@ -56,7 +56,7 @@ def _serve(requests: queue.SimpleQueue[dict[str, Any]], answers: TextIO) -> None
         from workbench.process import prepare_process
 
         prepare_process()  # before torch is loaded, as `wb run` does; a plain script does not
-    from workbench.bench_arms import Workbench
+    from workbench.bench.arms import Workbench
 
     bench = Workbench(order["arm"], order["spec"])
     _answer(answers, {"result": bench.facts()})
