@@ -116,7 +116,8 @@ class ExpertWatch:
         if not self._layers:
             return
         self._seen += routes.hits
-        zero = np.stack([_zero_gradients(layer) for layer in self._layers])  # [L, E, stacks]
+        # One transfer from the device for all layers, [L, E, stacks].
+        zero = torch.stack([_zero_gradients(layer) for layer in self._layers]).cpu().numpy()
         live = (routes.live > 0)[:, :, None]
         # A gradient clears: a healthy expert may meet a zero now and then in a long run.
         self._strikes = np.where(live, (self._strikes + 1) * zero, self._strikes)
@@ -250,11 +251,10 @@ def _squared_norms(layers: Sequence[SwiGLU | RoutedFeedForward]) -> list[dict[st
     return found
 
 
-def _zero_gradients(layer: RoutedFeedForward) -> npt.NDArray[np.bool_]:
+def _zero_gradients(layer: RoutedFeedForward) -> Tensor:
     """Which matrices of which experts have a gradient of exactly zero, or none: [E, stacks]."""
     largest = [_gradient(layer, name).flatten(1).abs().amax(1) for name in EXPERT_STACKS]
-    zero: npt.NDArray[np.bool_] = (torch.stack(largest, dim=1) == 0).cpu().numpy()
-    return zero
+    return torch.stack(largest, dim=1) == 0
 
 
 def _gradient(layer: nn.Module, name: str) -> Tensor:
