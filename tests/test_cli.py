@@ -460,3 +460,11 @@ def test_two_runs_that_start_at_once_on_no_store_are_both_in_mlflow(tmp_path: Pa
         scores = database.execute("select value from latest_metrics where key = 'held_out/nll'")
         assert len(scores.fetchall()) == 2
     assert found == [("left", "FINISHED"), ("right", "FINISHED")]
+
+
+def test_a_seed_that_no_generator_takes_is_refused_before_a_run(console: Console) -> None:
+    path = console.home.parent / "huge.yaml"
+    path.write_text("data: {dataset: random}\nseed: 99999999999999999999999\n")
+    code, document = console.document("run", str(path), "--dry-run")
+    assert code == 2
+    assert document["error"]["place"].endswith("seed")

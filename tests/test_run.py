@@ -190,11 +190,12 @@ def test_a_finished_run_knows_every_effective_fact(
     if kind == "routed":
         record = finished.record
     elif kind == "dense":
-        spec = tiny_spec(tmp_path, model={"mlp_type": "dense"})
+        spec = tiny_spec(tmp_path, model={"mlp_type": "dense"}, training={"steps": 16})
         record = untracked_run(spec, Store(tmp_path / "mlruns")).record
     else:
         text = {"text_file": None, "text_unit": None, "held_out_ratio": None}
-        spec = tiny_spec(tmp_path, data={"dataset": "random", **text})
+        data = {"dataset": "random", **text}
+        spec = tiny_spec(tmp_path, data=data, training={"steps": 16})
         record = untracked_run(spec, Store(tmp_path / "mlruns")).record
     assert record.status == "FINISHED"
     # What no rule judges may be unknown: code, for one, need not come from a checkout.

@@ -61,10 +61,11 @@ from workbench.track.feeder import MlflowTracker, patience
 from workbench.track.journal import Journal, columns
 from workbench.track.layer_table import LayerTable
 from workbench.track.provenance import code_facts, hardware_facts, provenance, redact
-from workbench.track.record import Effective, Point, RunRecord, Status, write_record
+from workbench.track.record import Effective, IntervalFacts, Point, RunRecord, Status, write_record
 from workbench.track.store import METRICS, RECORD, Store, release_run, storing
 
-# Steps whose time is not counted: compilation, first touches of memory, caches filling.
+# Steps whose time is not counted: compilation, first touches of memory, caches filling. A run with
+# too few beside them has no throughput, and the interval stays unknown: it could have had one.
 WARM_UP_STEPS = 10
 LEAST_TIMED_STEPS = 5
 
@@ -369,12 +370,7 @@ class Recorder:
         record.effective.budget.finished = status == "FINISHED"
         if step - WARM_UP_STEPS >= LEAST_TIMED_STEPS:
             record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
-            interval: dict[str, Any] = {"first_step": WARM_UP_STEPS + 1, "last_step": step}
-        else:
-            least = WARM_UP_STEPS + LEAST_TIMED_STEPS
-            absent = {"not_applicable": f"throughput is measured from {least} steps on"}
-            interval = {"first_step": absent, "last_step": absent}
-        record.effective.interval = type(record.effective.interval).model_validate(interval)
+            record.effective.interval = IntervalFacts(first_step=WARM_UP_STEPS + 1, last_step=step)
         self._write_record()
         self._layers.close()  # after the record: without room its segments stay as they are
 

@@ -49,7 +49,7 @@ def run_table(rows: list[dict[str, Any]]) -> str:
     table = [list(heads)]
     for row in rows:
         if row["status"] == "DAMAGED":
-            table.append([row["run"], "", f"DAMAGED: {row['error']}", "", "", "", "", ""])
+            table.append([row["run"], "", "DAMAGED", "", "", "", "", ""])
             continue
         table.append(
             [
@@ -85,6 +85,7 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
         ("tokenizer", f"{effective.tokenizer.name}, {effective.tokenizer.vocab_size:,} entries"),
         ("data", f"{effective.data.source}; split: {_plain(effective.data.split)}"),
         ("tokens", f"{_reached(record):,} of {record.total_tokens:,}, seed {spec['seed']}"),
+        *_evaluated(record),
         ("precision", f"{effective.precision.compute_dtype} ({effective.precision.matmul})"),
         ("device", f"{effective.hardware.device_name}, torch {effective.hardware.torch}"),
         ("code", f"{effective.code.version}, commit {_commit(record)}"),
@@ -98,6 +99,14 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     lines.append(("files", str(folder)))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def _evaluated(record: RunRecord) -> list[tuple[str, str]]:
+    """Where the numbers shown were measured, when the run went on from there."""
+    if not record.points or record.points[-1].tokens == _reached(record):
+        return []
+    last = record.points[-1]
+    return [("evaluated", f"at step {last.step:,}, {last.tokens:,} tokens; not after it")]
 
 
 def draw_curve(folder: Path) -> Path | None:

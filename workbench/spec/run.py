@@ -239,7 +239,7 @@ class RunSpec(Section):
     """
 
     name: str
-    seed: Count = 42
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     notes: str = ""
     model: ModelSpec = Field(default_factory=lambda: ModelSpec.model_validate({}))
     tokenizer: TokenizerSpec = TokenizerSpec()
