@@ -296,9 +296,13 @@ def test_a_run_answers_with_one_document(empty: Console, tmp_path: Path) -> None
     assert (code, document["exit_code"], document["status"]) == (0, 0, "FINISHED")
     assert read_record(Path(document["folder"])).status == "FINISHED"
     assert Path(document["folder"], "curves.png").is_file()
+    # The command to try next: a comparison, where one is worth it.
     code, out, _ = empty("run", spec_file(tmp_path), "seed=43")
     assert code == 0
-    assert "compare tiny tiny-s43" in out  # the command to try next
+    assert "show tiny-s43" in out
+    code, out, _ = empty("run", spec_file(tmp_path), "name=gates", "model.qk_norm=false")
+    assert code == 0
+    assert "compare tiny gates" in out
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "o200k_base"])

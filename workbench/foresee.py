@@ -109,6 +109,6 @@ def render_plan(document: dict[str, Any]) -> str:
             f"FLOPs        {document['flops_per_token']:.3g} a token, forward and backward",
             f"warm-up      {document['warmup_steps']:,} steps",
             f"spec hash    {document['spec_sha256']}",
-            "valid; nothing was trained or written, and whether this machine can train it was not tried",
+            "valid; nothing was trained or written; that this machine can train it was not tried",
         )
     )

@@ -153,11 +153,25 @@ def closing_lines(
 
 
 def _goes_with(entry: RunEntry, record: RunRecord) -> bool:
-    """Whether a finished run of the same experiment is there to compare with."""
+    """Whether a comparison with this run is worth proposing: finished, and alike in what refuses
+    most comparisons."""
     other = entry.record
-    if other is None or entry.status != "FINISHED" or other.id == record.id:
+    if other is None or other.id == record.id or entry.status != "FINISHED":
         return False
-    return bool(other.spec["tracking"]["experiment"] == record.spec["tracking"]["experiment"])
+
+    def kept(of: RunRecord) -> tuple[Any, ...]:
+        ran, spec = of.effective, of.spec
+        return (
+            of.status,
+            of.total_tokens,
+            spec.get("seed"),
+            ran.data.train_sha256,
+            ran.tokenizer.sha256,
+            ran.precision.compute_dtype,
+            spec.get("optimizer", {}).get("lr"),
+        )
+
+    return kept(other) == kept(record)
 
 
 def _number(value: float | None) -> str:
