@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+# What is allowed for a setting that does not apply.
+UNSET = "null (unset it)"
+
 
 @dataclass(frozen=True)
 class Fault:

@@ -10,8 +10,7 @@ from typing import Any
 
 from workbench.core.counts import count_parameters, flops_per_token
 from workbench.core.data.batches import TokenDigest
-from workbench.core.data.loading import Data, load_data
-from workbench.core.data.tokenizer import load_tokenizer
+from workbench.core.data.loading import Data, load_data, vocab_size_of
 from workbench.core.schedules import last_step, planned_trace, ramp_tokens
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.provenance import redact
@@ -66,8 +65,7 @@ def _planned_digest(spec: RunSpec, data: Data, steps: int) -> str:
 def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
     """The numbers of `wb run --dry-run`: counts, tokens and the resolved spec."""
     cache = Path(store.home, "cache", "tiktoken")
-    tokenizer = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache, keep=False)
-    vocab = tokenizer.vocab_size
+    vocab = vocab_size_of(spec, cache, keep=False)
     counts = count_parameters(spec.model, vocab)
     return {
         "name": spec.name,

@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.bench.store import Device, find_bench, torch_version
 from workbench.core.counts import count_parameters, training_flops
-from workbench.core.data.tokenizer import load_tokenizer
+from workbench.core.data.loading import vocab_size_of
 from workbench.core.footprint import Matmul, checkpoint_bytes, footprint
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.provenance import instruction_sets
@@ -36,9 +36,7 @@ def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
     Raises:
         UserError: the tokenizer cannot be read.
     """
-    tokenizer = spec.tokenizer
-    cache = store.cache / "tiktoken"
-    vocab = load_tokenizer(tokenizer.name, tokenizer.path, cache, keep=False).vocab_size
+    vocab = vocab_size_of(spec, store.cache / "tiktoken", keep=False)
     model, training = spec.model, spec.training
     counts = count_parameters(model, vocab)
     flops = training_flops(model, vocab, training.seq_len)

@@ -65,7 +65,7 @@ training:
     assert "run.yaml:3: lr" in found
     assert "'optimizer.lr'" in found
     assert "run.yaml:4: data.dataset" in found
-    assert "sample | text | random" in found
+    assert "sample | text | tokens | fineweb | random" in found
     assert "run.yaml:6: model.num-experts" in found
     assert "'num_experts'" in found
     assert "run.yaml:8: training.precision" in found

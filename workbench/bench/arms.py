@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from workbench.core.data.batches import RandomWindows, WindowStream
-from workbench.core.data.tokenizer import load_tokenizer
+from workbench.core.data.loading import vocab_size_of
 from workbench.core.device import choose_device
 from workbench.core.memory import peak_bytes
 from workbench.core.model import Output, TrainingForward
@@ -150,7 +150,7 @@ class PlainArm:
         choose_precision(spec.training.precision, self.device)  # the same refusals
         torch.manual_seed(spec.seed)
         cache = Store().home / "cache" / "tiktoken"
-        vocab = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache).vocab_size
+        vocab = vocab_size_of(spec, cache)
         self._stream = WindowStream(RandomWindows(vocab, spec.training.seq_len, spec.seed))
         self._sequences = spec.sequences_per_update
         model = PlainTransformer(spec.model, vocab).to(self.device)

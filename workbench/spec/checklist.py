@@ -138,6 +138,13 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("tokenizer.*", _requested("tokenizer", _TOKENIZER)),
     ("data.dataset", _requested("data", "effective.data.*")),
     ("data.text_*", _requested("data", "effective.data.*")),
+    ("data.tokens_*", _requested("data", "effective.data.*")),
+    # Studying the data must not excuse another measurement: these become leaves of `evaluation`.
+    ("data.stream_eval_documents", FREE),
+    ("data.eval_tokens_path", FREE),
+    ("data.held_out", FREE),
+    ("data.overlap_*", FREE),
+    ("data.stream_*", _requested("data", "effective.data.*")),
     ("data.held_out_ratio", _requested("data", "effective.data.*")),
     ("data.order", _judged("data")),
     (
@@ -169,6 +176,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("schedule.*", _judged("optimizer")),
     ("evaluation.eval_steps", FREE),
     ("evaluation.eval_documents", _requested("evaluation", "effective.evaluation.*")),
+    ("evaluation.stride", _requested("evaluation", "effective.evaluation.*.context")),
     ("evaluation.*", _judged("evaluation")),
     ("telemetry.*", _judged("telemetry")),
     ("checkpoint.*", FREE),

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from workbench.errors import Fault
+from workbench.errors import UNSET, Fault
+from workbench.spec.datasets import data_faults
 from workbench.spec.profiles import DENSE_NULLS, MUON_KINDS, RAMPS
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-UNSET = "null (unset it)"
 MOST_EXPERTS = 2**15 - 1
 MOST_NS_STEPS = 99
 """The most Newton-Schulz iterations that Muon takes."""
@@ -26,7 +26,7 @@ def contradictions(spec: RunSpec) -> list[Fault]:
         *_name_faults(spec),
         *_model_faults(spec.model),
         *_ramp_faults(spec),
-        *_data_faults(spec),
+        *data_faults(spec),
         *_training_faults(spec),
         *_optimizer_faults(spec.optimizer, spec.model),
     ]
@@ -152,36 +152,6 @@ def _ramp_faults(spec: RunSpec) -> list[Fault]:
     return faults
 
 
-def _data_faults(spec: RunSpec) -> list[Fault]:
-    faults = []
-    data, tokenizer = spec.data, spec.tokenizer
-    text_only = ("text_file", "text_field", "text_unit")
-    unused: tuple[str, ...] = () if data.dataset == "text" else text_only
-    if data.dataset == "random":
-        unused += ("held_out_ratio", "order")
-    for key in unused:
-        if (value := getattr(data, key)) is not None:
-            message = f"does not apply to dataset {data.dataset!r}"
-            faults.append(Fault(f"data.{key}", message, value, UNSET))
-    if data.dataset == "text" and data.text_file is None:
-        allowed = "a file, folder or glob of .txt, .jsonl or .parquet"
-        faults.append(Fault("data.text_file", "dataset 'text' needs it", None, allowed))
-    if tokenizer.name == "file" and tokenizer.path is None:
-        faults.append(
-            Fault("tokenizer.path", "tokenizer 'file' needs it", None, "a .tiktoken rank file")
-        )
-    if tokenizer.name != "file" and tokenizer.path is not None:
-        message = f"only tokenizer 'file' reads a path, not {tokenizer.name!r}"
-        faults.append(Fault("tokenizer.path", message, tokenizer.path, UNSET))
-    sets = spec.evaluation.sets
-    if len(set(sets)) != len(sets):
-        faults.append(Fault("evaluation.sets", "a set is named twice", sets, "each set once"))
-    if data.held_out_ratio == 0 and "held_out" in sets:
-        message = "held_out_ratio 0 leaves no documents to hold out"
-        faults.append(Fault("evaluation.sets", message, sets, "[train_split]"))
-    return faults
-
-
 def _training_faults(spec: RunSpec) -> list[Fault]:
     faults = []
     training = spec.training
@@ -210,7 +180,7 @@ def _training_faults(spec: RunSpec) -> list[Fault]:
 def _open_ended_faults(spec: RunSpec) -> list[Fault]:
     """What a run to the end of its data (`training.steps: 0`) cannot have."""
     faults = []
-    if spec.data.order != "sequential":
+    if spec.data.dataset != "fineweb" and spec.data.order != "sequential":
         message = "0 steps means one pass over the data in its order"
         faults.append(Fault("data.order", message, spec.data.order, "sequential"))
     if spec.schedule.decay != "constant":

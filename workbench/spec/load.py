@@ -27,7 +27,13 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+
 _SPECIAL = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 
 # Fields that hold a path; written relative to the file they stand in.
-_PATHS = (("data", "text_file"), ("tokenizer", "path"))
+_PATHS = (
+    ("data", "text_file"),
+    ("data", "tokens_path"),
+    ("data", "eval_tokens_path"),
+    ("data", "stream_path"),
+    ("tokenizer", "path"),
+)
 
 
 @dataclass
@@ -70,8 +76,7 @@ def apply_overrides(source: Source, overrides: list[str]) -> None:
         tree: Any = given
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        if tuple(key.split(".")) in _PATHS and isinstance(given, str):
-            _merge(tree, _nest(key, str(Path(given).absolute())))
+        _anchor(tree, Path.cwd())
         _merge(source.values, tree)
     if "seed" in keys and "name" not in keys:
         source.values["name"] = f"{source.values['name']}-s{source.values['seed']}"
@@ -89,10 +94,7 @@ def read_source(path: Path, chain: tuple[Path, ...] = ()) -> Source:
     values = _construct(node, "", str(path), places) if node is not None else {}
     if not isinstance(values, dict):
         raise UserError.at(str(path), "a spec is a mapping", type(values).__name__)
-    for keys in _PATHS:
-        holder = values.get(keys[0])
-        if isinstance(holder, dict) and isinstance(holder.get(keys[1]), str):
-            holder[keys[1]] = str(Path(real.parent, Path(holder[keys[1]]).expanduser()))
+    _anchor(values, real.parent)
 
     bases = values.pop("extends", None) or []
     bases = [bases] if isinstance(bases, str) else bases
@@ -206,11 +208,15 @@ def _merge(base: dict[str, Any], later: dict[str, Any]) -> None:
             base[key] = value
 
 
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    tree = value
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return dict(tree)
+def _anchor(values: dict[str, Any], folder: Path) -> None:
+    """Makes every path of a tree of values absolute: relative ones are taken from `folder`."""
+    data = values.get("data")
+    further = data.get("held_out") if isinstance(data, dict) else None
+    holders = [(values.get(section), key) for section, key in _PATHS]
+    holders += [(one, "path") for one in (further if isinstance(further, list) else [])]
+    for holder, key in holders:
+        if isinstance(holder, dict) and isinstance(holder.get(key), str):
+            holder[key] = str(Path(folder, Path(holder[key]).expanduser()))
 
 
 def _without_nulls(value: Any) -> Any:

@@ -16,6 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from workbench.errors import UserError
 from workbench.spec.consistency import contradictions
+from workbench.spec.datasets import (
+    complete_data,
+    complete_evaluation,
+    complete_tokenizer,
+    set_name,
+)
 from workbench.spec.profiles import MUON_KINDS, complete_model, complete_optimizer
 
 Positive = Annotated[int, Field(ge=1)]
@@ -102,35 +108,60 @@ class ModelSpec(Section):
 
 
 class TokenizerSpec(Section):
-    """Which tokenizer encodes the text; its identity is the hash of its content."""
+    """Which tokenizer encodes the text; its identity is the hash of its content.
 
-    name: str = "o200k_base"
+    Token shards were encoded before: there `name` None is what the shard says, and `vocab_size` is
+    for shards that do not say it.
+    """
+
+    name: str | None = None
     path: str | None = None
+    vocab_size: Positive | None = None
+
+
+class HeldOutSpec(Section):
+    """One more evaluation set, from files that do not train."""
+
+    name: Annotated[str, Field(min_length=1)]
+    path: str
+
+    @property
+    def set_name(self) -> str:
+        """The name its numbers are logged under: letters, digits, `_` and `-` of `name`."""
+        return set_name(self.name)
 
 
 class DataSpec(Section):
-    """Where the documents come from, how they are split and in which order they are trained."""
+    """Where the documents come from, how they are split and in which order they are trained.
 
-    dataset: Literal["sample", "text", "random"]
+    `overlap_*` decide when an evaluation set counts as held out: n-grams of `overlap_ngram` words,
+    the share of them in training at which a document overlaps, and the share of overlapping
+    documents or tokens up to which the set is still held out.
+    """
+
+    dataset: Literal["sample", "text", "tokens", "fineweb", "random"]
     text_file: str | None = None
     text_field: str | None = None
     text_unit: Literal["auto", "file", "blank_line", "line"] | None = None
+    tokens_path: str | None = None
+    eval_tokens_path: str | None = None
+    tokens_format: Literal["auto", "complexity", "llmc", "megatron", "nanogpt"] | None = None
+    stream_path: str | None = None
+    stream_name: str | None = None
+    stream_config: str | None = None
+    stream_revision: str | None = None
+    stream_eval_documents: Positive | None = None
     held_out_ratio: Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False)] | None = None
+    held_out: list[HeldOutSpec] = []
     order: Literal["shuffled", "sequential", "random"] | None = None
+    overlap_ngram: Positive | None = None
+    overlap_document_share: Share | None = None
+    overlap_limit: Share | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        full = {key: value for key, value in given.items() if value is not None}
-        if full.get("dataset") == "text":
-            full.setdefault("text_field", "text")
-            full.setdefault("text_unit", "auto")
-        if full.get("dataset") != "random":
-            full.setdefault("held_out_ratio", 0.05)
-            full.setdefault("order", "shuffled")
-        return full
+        return complete_data(given) if isinstance(given, dict) else given
 
 
 class TrainingSpec(Section):
@@ -199,11 +230,16 @@ class ScheduleSpec(Section):
 
 
 class EvaluationSpec(Section):
-    """What is evaluated, when, and which checkpoint the run stands for."""
+    """What is evaluated, when, and which checkpoint the run stands for.
+
+    `stride` is how many new tokens each window of a document scores; None: all of its `seq_len`, so
+    that windows do not overlap.
+    """
 
     eval_steps: Count = 50
     eval_documents: Count = 0
-    sets: list[Literal["train_split", "held_out"]] = ["train_split", "held_out"]
+    stride: Positive | None = None
+    sets: list[str]
     select: Literal["last"] = "last"
 
 
@@ -242,12 +278,12 @@ class RunSpec(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     notes: str = ""
     model: ModelSpec = Field(default_factory=lambda: ModelSpec.model_validate({}))
-    tokenizer: TokenizerSpec = TokenizerSpec()
+    tokenizer: TokenizerSpec
     data: DataSpec
     training: TrainingSpec = TrainingSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
-    evaluation: EvaluationSpec = EvaluationSpec()
+    evaluation: EvaluationSpec
     telemetry: TelemetrySpec = TelemetrySpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
@@ -257,11 +293,17 @@ class RunSpec(Section):
     def _complete(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        optimizer = given.get("optimizer") or {}
-        model = given.get("model") or {}
-        if not isinstance(optimizer, dict) or not isinstance(model, dict):
+        parts = {
+            name: given.get(name) or {}
+            for name in ("model", "optimizer", "data", "tokenizer", "evaluation")
+        }
+        if not all(isinstance(part, dict) for part in parts.values()):
             return given
-        return given | {"optimizer": complete_optimizer(optimizer, model)}
+        return given | {
+            "optimizer": complete_optimizer(parts["optimizer"], parts["model"]),
+            "tokenizer": complete_tokenizer(parts["tokenizer"], parts["data"]),
+            "evaluation": complete_evaluation(parts["evaluation"], parts["data"]),
+        }
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:

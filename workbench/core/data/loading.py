@@ -44,7 +44,7 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
         DataError: a file, document or corpus that cannot be used, or a text too short for a window.
         StoreError: the store cannot be written.
     """
-    tokenizer = load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, store / "cache/tiktoken")
+    tokenizer = tokenizer_of(spec, store / "cache/tiktoken")
     match spec.data.dataset:
         case "sample":
             return _from_corpus(spec, sample_corpus(), tokenizer, store, seed)
@@ -58,6 +58,26 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
             return _random(spec, tokenizer, seed)
         case other:
             raise DataError.at("data.dataset", "is not built yet", other, "sample, text, random")
+
+
+def tokenizer_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> Tokenizer:
+    """The tokenizer that a spec asks for. Without `keep` nothing is written into `cache_dir`.
+
+    Raises:
+        DataError: it cannot be had.
+    """
+    if spec.tokenizer.name is None:
+        raise DataError.at("data.dataset", "is not built yet", spec.data.dataset)
+    return load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache_dir, keep)
+
+
+def vocab_size_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> int:
+    """How many ids a spec's tokens have, without reading its data.
+
+    Raises:
+        DataError: the tokenizer cannot be had.
+    """
+    return tokenizer_of(spec, cache_dir, keep).vocab_size
 
 
 def _from_corpus(
