@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -35,7 +37,7 @@ from workbench.errors import StoreError
 from workbench.run import RunOutcome
 from workbench.spec.checklist import FREE, tag_of
 from workbench.spec.run import RunSpec
-from workbench.track.events import NullTracker
+from workbench.track.events import NullTracker, Say, silent
 from workbench.track.journal import MEASURED_COLUMNS, read_metrics
 from workbench.track.mlflow_fields import leaves
 from workbench.track.mlflow_store import Feed, connect, read_position
@@ -643,7 +645,7 @@ def test_ctrl_c_while_mlflow_is_waited_for_does_not_undo_the_end(
     tmp_path: Path, handlers: None
 ) -> None:
     class Slow(NullTracker):
-        def finish(self, record: RunRecord) -> str | None:
+        def finish(self, record: RunRecord, say: Say = silent) -> str | None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
             return None
@@ -807,7 +809,7 @@ def test_a_disk_that_stays_full_leaves_a_run_that_is_seen_to_have_ended(
     """The record cannot say so, but nobody holds the run; and the tracker is let go."""
 
     class Watcher(NullTracker):
-        def finish(self, record: RunRecord) -> str | None:
+        def finish(self, record: RunRecord, say: Say = silent) -> str | None:
             seen.append(effective_status(store.runs / "tiny"))
             return None
 
@@ -862,3 +864,44 @@ def test_a_console_that_is_gone_does_not_end_a_run(
     monkeypatch.setattr(runner, "tracker_for", lambda spec, store: NullTracker())
     outcome = runner.run(tiny_spec(tmp_path), Store(tmp_path / "mlruns"), ["run"])
     assert outcome.record.status == "FINISHED"
+
+
+def test_the_result_is_told_before_the_wait_for_mlflow_and_ctrl_c_ends_only_the_wait(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "patient.yaml"
+    path.write_text(tiny_spec(tmp_path, "patient").model_dump_json())
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        variables = {
+            "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "WB_MLFLOW_WAIT": "60",
+            "WB_HOME": str(tmp_path / "mlruns"),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench", "run", str(path), "--json"],
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        feeder: psutil.Process | None = None
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline()]
+            while lines[-1] != "}\n":
+                lines.append(process.stdout.readline())
+                assert lines[-1], "the run ended without a result"
+            assert process.poll() is None, "it did not wait for MLflow"
+            (feeder,) = psutil.Process(process.pid).children()
+            process.send_signal(signal.SIGINT)
+            rest, said = process.communicate(timeout=30)
+            assert feeder.is_running()
+        finally:
+            for one in filter(None, (process, feeder)):
+                one.kill()
+            process.communicate()
+    assert (json.loads("".join(lines))["status"], rest) == ("FINISHED", "")
+    assert process.returncode == 0
+    assert said.count("\n") <= 1, said  # at most that the server did not answer
+    assert read_record(tmp_path / "mlruns/runs/patient").status == "FINISHED"

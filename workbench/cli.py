@@ -97,7 +97,7 @@ def _run(arguments: list[str]) -> int:
         return answer if arguments else 2
     if isinstance(answer.content, str):
         write_line(answer.content)
-    else:
+    elif answer.content is not None:
         write_document(answer.content)
     return answer.exit_code
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workbench.errors import StoreError, UserError
-from workbench.output import write_line
+from workbench.output import write_document, write_line
 
 if TYPE_CHECKING:
     from workbench.spec.run import RunSpec
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command says on standard output, text or a JSON document, and its exit code."""
+    """What a command says on standard output, text or a JSON document, and its exit code.
 
-    content: str | dict[str, Any]
+    None: it has said everything itself.
+    """
+
+    content: str | dict[str, Any] | None
     exit_code: int = 0
 
 
@@ -87,12 +90,16 @@ def run(
     from workbench.views import closing_lines, draw_curve
 
     store = Store()
-    outcome = runner.run(resolved, store, command=sys.argv[1:], quiet=as_json)
-    curve = draw_curve(outcome.folder)
-    if as_json:
-        return Answer(outcome.to_json(), outcome.exit_code)
-    lines = closing_lines(outcome.record, outcome.folder, store, curve, _program())
-    return Answer(lines, outcome.exit_code)
+
+    def ended(outcome: runner.RunOutcome) -> None:
+        curve = draw_curve(outcome.folder)
+        if as_json:
+            write_document(outcome.to_json())
+        else:
+            write_line(closing_lines(outcome.record, outcome.folder, store, curve, _program()))
+
+    outcome = runner.run(resolved, store, sys.argv[1:], quiet=as_json, ended=ended)
+    return Answer(None, outcome.exit_code)
 
 
 @app.command()

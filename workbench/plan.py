@@ -134,7 +134,7 @@ def render(document: dict[str, Any]) -> str:
         tokens += "one pass over the data in all: as many as they hold"
     else:
         tokens += f"{document['tokens']:,} in all ({document['steps']:,} steps)"
-    parts = [f"{name} {size / 1e9:.2f}" for name, size in memory["bytes"].items()]
+    parts = [f"{name} {_size(size)}" for name, size in memory["bytes"].items()]
     kept = document["checkpoints_kept"]
     lines = [
         ("parameters", f"{counts['total']:,} total, {counts['active']:,} active per token"),
@@ -154,13 +154,13 @@ def render(document: dict[str, Any]) -> str:
         ("tokens", tokens),
         (
             "memory",
-            f"{document['memory_gb']:.2f} GB at the peak "
+            f"{_size(document['memory_gb'] * 1e9)} at the peak "
             f"({memory['device']}, {_PRODUCTS[memory['matmul']]})",
         ),
         ("", ", ".join(parts)),
         (
             "checkpoint",
-            f"{document['checkpoint_bytes'] / 1e9:.2f} GB, the newest {kept} of a run are kept",
+            f"{_size(document['checkpoint_bytes'])}, the newest {kept} of a run are kept",
         ),
         *_time_lines(document),
     ]
@@ -185,6 +185,11 @@ def _time_lines(document: dict[str, Any]) -> list[tuple[str, str]]:
         listed += f" and {more} more" if more > 0 else ""
         lines.append(("", f"scaled by FLOPs per token: it differs in {listed}"))
     return lines
+
+
+def _size(count: float) -> str:
+    """Bytes as "3.77 GB" or, below a tenth of that unit, "12.3 MB"."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def duration(seconds: float) -> str:

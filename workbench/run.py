@@ -152,14 +152,23 @@ def build(spec: RunSpec, store: Store) -> Components:
     return Components(spec, data, state, forward, loss, steps, table, effective, device, precision)
 
 
-def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) -> RunOutcome:
+def run(
+    spec: RunSpec,
+    store: Store,
+    command: list[str],
+    quiet: bool = False,
+    ended: Callable[[RunOutcome], None] = lambda outcome: None,
+) -> RunOutcome:
     """Trains one run to its end and records it, whatever the end is.
+
+    `ended` is called when the end is recorded, before the wait for the tracker.
 
     Raises:
         UserError: before training, with nothing written; or a TrainingStoppedError or StoreError
             after it began, with the run recorded as FAILED (KILLED, where it was being stopped).
     """
     parts = build(spec, store)
+    reporter = Reporter(parts.steps, quiet)
     with StopRequests() as stop:
         folder = store.create_run(spec.name)
         try:
@@ -168,13 +177,18 @@ def run(spec: RunSpec, store: Store, command: list[str], quiet: bool = False) ->
             store.discard_run(folder)
             raise
         try:
-            with Reporter(parts.steps, quiet) as reporter:
+            with reporter:
                 exit_code = _train_and_record(parts, recorder, reporter, stop)
+            outcome = RunOutcome(recorder.record, folder, exit_code)
+            stop.restore()
+            recorder.close()
+            ended(outcome)
         finally:
             # The end is recorded: from here on a signal may cut the wait for the tracker short.
             stop.restore()
-            recorder.let_go()
-    return RunOutcome(recorder.record, folder, exit_code)
+            recorder.close()
+            recorder.wait_for_tracker(reporter.say)
+    return outcome
 
 
 def _train_and_record(
@@ -374,12 +388,15 @@ class Recorder:
         self._write_record()
         self._layers.close()  # after the record: without room its segments stay as they are
 
-    def let_go(self) -> str | None:
-        """Frees the run's folder and lets the tracker finish; returns what that still owes."""
+    def close(self) -> None:
+        """Frees the run's folder; more than once is fine."""
         self._journal.close()
         # Where no end could be recorded, the free folder tells that the run is over.
         release_run(self._folder)
-        return self._tracker.finish(self.record)
+
+    def wait_for_tracker(self, say: Callable[[str], None]) -> None:
+        """Lets the tracker finish; `say` is told of a wait."""
+        self._tracker.finish(self.record, say)
 
     def _write_record(self) -> None:
         with storing(self._folder / RECORD):

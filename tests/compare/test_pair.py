@@ -306,12 +306,15 @@ def test_numbers_that_are_not_finite_are_words(tmp_path: Path, runs: Path) -> No
     assert "higher" not in text
 
 
-def test_metrics_are_not_read_for_a_refused_pair(tmp_path: Path, runs: Path) -> None:
+@pytest.mark.parametrize("treatment", [[], ["seed"]])
+def test_a_run_without_metrics_is_an_error_also_where_the_pair_is_refused(
+    tmp_path: Path, runs: Path, treatment: list[str]
+) -> None:
     folder = write_run(tmp_path / "other", full_record("other", spec=full_spec(seed=1)))
-    (folder / "metrics.csv").unlink()
     assert compare_runs(runs / "base", folder).verdict == "refused"
-    with pytest.raises(UserError, match=r"metrics\.csv"):
-        compare_runs(runs / "base", folder, treatment=["seed"])
+    (folder / "metrics.csv").unlink()
+    with pytest.raises(UserError, match=r"other/metrics\.csv"):
+        compare_runs(runs / "base", folder, treatment=treatment)
 
 
 def test_an_evaluation_without_document_scores_has_no_interval(tmp_path: Path, runs: Path) -> None:

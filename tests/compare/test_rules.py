@@ -474,9 +474,17 @@ def test_a_declared_treatment_is_studied(treatment: str, changes: dict[str, Any]
     assert judgement.with_outcome("studied") != []
 
 
+@pytest.mark.parametrize("treatment", ["rule:budget", "training.steps", "training"])
+def test_a_run_that_broke_off_is_no_treatment(treatment: str) -> None:
+    judgement = judge(FACTS, FACTS | {"effective.budget.finished": False}, treatment=[treatment])
+    assert judgement.ruling("budget").outcome == "differs"
+    assert judgement.claims["nll"] == "refused"
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "tokenizer"])
 def test_a_whole_rule_may_be_studied(rule: str) -> None:
     other = {k: changed(v) if tag_of(k).rule == rule else v for k, v in FACTS.items()}
+    other["effective.budget.finished"] = True
     judgement = judge(FACTS, other, treatment=[f"rule:{rule}"])
     assert judgement.ruling(rule).outcome == "studied"
     assert set(judgement.ruling(rule).effects.values()) == {None}

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,3 +281,28 @@ def test_how_long_a_run_waits_can_be_set(monkeypatch: pytest.MonkeyPatch) -> Non
             patience()
     monkeypatch.delenv("WB_MLFLOW_WAIT")
     assert patience() == GRACE_SECONDS
+
+
+def test_ctrl_c_ends_the_wait_and_the_feeder_goes_on(
+    mlflow_store: Store, target: Any, marked: Path
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "impatient", 9)
+    tracker = MlflowTracker(None, mlflow_store, "workbench", poll_seconds=0.2)
+    tracker.start(record, folder)
+    journal.close()
+    end_run(folder, record)
+    said: list[str] = []
+    (feeder,) = feeders(marked)
+    feeder.suspend()  # so that it cannot be done before the wait begins
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        pending = tracker.finish(record, said.append)
+    finally:
+        timer.cancel()
+        feeder.resume()
+    assert "background" in str(pending)
+    assert ["waiting" in line for line in said] == [True, False]
+    feeder.wait(timeout=120)
+    assert_equal_to_file(target, folder)
+    assert target.client.get_run(read_position(folder).run_id).info.status == "FINISHED"

@@ -51,7 +51,6 @@ def read_run(folder: Path, record: RunRecord) -> RunData:
     table = _Table(path, metrics)
     lines = table.lines(record)
     table.require_rows(record, lines)
-    table.check_repeats(lines)
     _check_sets(table, record)
     scores = {}
     for point in record.points:
@@ -63,6 +62,8 @@ def read_run(folder: Path, record: RunRecord) -> RunData:
             if found is not None:
                 file = scores_path(folder, point.step)
                 _check_scores(table, lines[point.step], file, name, found, facts)
+    # After the scores: of a cell that was changed, its twin in the same row would be blamed.
+    table.check_repeats(lines)
     _check_final(table, folder, record, lines)
     return RunData(folder, record, metrics, scores)
 

@@ -176,10 +176,10 @@ def compare_runs(
     comparison = Comparison(
         first, second, judgement, asked, facts, tokens, at is not None, common, None
     )
+    a_data, b_data = (read_run(side.folder, side.record) for side in (first, second))
     # A pair that is refused for everything it was asked for has no numbers at all.
     if tokens is None or not _permits(judgement, asked):
         return comparison
-    a_data, b_data = (read_run(side.folder, side.record) for side in (first, second))
     unknown = _not_finite(a_data, b_data, tokens)
     if any(unknown):
         facts = {**facts[0], **unknown[0]}, {**facts[1], **unknown[1]}

@@ -345,7 +345,9 @@ def _declared(treatment: Sequence[str], leaves: Sequence[str]) -> set[str]:
         if isinstance(patterns, Fault):
             faults.append(patterns)
         elif name.startswith("rule:"):
-            declared.update(path for path in leaves if tag_of(path).rule in patterns)
+            # That a run broke off is an accident of it, and nobody's treatment.
+            chosen = (path for path in leaves if tag_of(path).rule in patterns)
+            declared.update(path for path in chosen if path != _FINISHED)
         else:
             declared.update(path for path in leaves if matches(path, patterns))
     if faults:

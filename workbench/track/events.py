@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,12 @@ from workbench.track.record import RunRecord
 
 # One logged row: values by the names of the metrics; None is "not measured".
 Values = Mapping[str, float | int | None]
+
+Say = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """Says nothing."""
 
 
 class Tracker(Protocol):
@@ -24,8 +30,11 @@ class Tracker(Protocol):
     def update(self, record: RunRecord) -> None:
         """The record in the folder has changed (facts became known)."""
 
-    def finish(self, record: RunRecord) -> str | None:
-        """The run has ended, as its record says. Returns what is still pending, or None."""
+    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+        """The run has ended, as its record says. Returns what is still pending, or None.
+
+        `say` takes a line for the person who waits.
+        """
 
     def close(self) -> None:
         """Lets go of everything at once, whether or not the run has finished."""
@@ -43,7 +52,7 @@ class NullTracker:
     def update(self, record: RunRecord) -> None:
         """Does nothing."""
 
-    def finish(self, record: RunRecord) -> str | None:
+    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
         """Nothing is ever pending."""
         return None
 
@@ -74,7 +83,7 @@ class MemoryTracker:
         """Keeps a copy of the record."""
         self.records.append(record.model_copy(deep=True))
 
-    def finish(self, record: RunRecord) -> str | None:
+    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
         """Keeps a copy of the last record."""
         self.records.append(record.model_copy(deep=True))
         self.finished = True

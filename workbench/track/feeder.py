@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from workbench.errors import StoreError, UserError, reason_of
-from workbench.track.events import Values
+from workbench.track.events import Say, Values, silent
 from workbench.track.provenance import PACKAGE, redact
 from workbench.track.record import RunRecord, read_record
 from workbench.track.store import Store
@@ -36,6 +36,7 @@ from workbench.track.store import Store
 GRACE_SECONDS = 60.0
 POLL_SECONDS = 5.0
 _LONGEST_WAIT = 60.0
+_UNNOTICED_SECONDS = 1.0
 _NICENESS = 10
 _TRIES_AT_END = 3
 _LONGEST_REASON = 100
@@ -134,17 +135,25 @@ class MlflowTracker:
     def update(self, record: RunRecord) -> None:
         """Nothing to do: the feeder reads `run_config.json`."""
 
-    def finish(self, record: RunRecord) -> str | None:
-        """Waits until MLflow has everything, at most `grace_seconds`; else says what is pending."""
+    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+        """Waits until MLflow has everything, at most `grace_seconds`; else says what is pending.
+
+        `say` is told of a wait that one notices. Ctrl-C ends the wait and nothing else: the feeder
+        goes on by itself for the rest of its time.
+        """
         child = self._child
         if child is None:
             return self._pending
         late = False
         try:
             self._hang_up()
-            child.wait(self._grace_seconds + 1.0)
+            self._wait(child, say)
         except subprocess.TimeoutExpired:
             late = True
+        except KeyboardInterrupt:
+            self._child = None
+            say(f"MLflow is fed in the background, for at most {self._grace_seconds:g} s")
+            return "a process in the background is feeding it"
         finally:
             self.close()
         if late or child.returncode == -signal.SIGALRM:
@@ -154,6 +163,13 @@ class MlflowTracker:
         if self._pending:
             self._warn(self._pending, ended=True)
         return self._pending
+
+    def _wait(self, child: subprocess.Popen[str], say: Say) -> None:
+        try:
+            child.wait(min(_UNNOTICED_SECONDS, self._grace_seconds))
+        except subprocess.TimeoutExpired:
+            say("waiting for MLflow to take the rest of the run (Ctrl-C: do not wait)")
+            child.wait(self._grace_seconds + 1.0)
 
     def close(self) -> None:
         """Ends the feeder now. What was not sent can be sent later."""
@@ -247,7 +263,8 @@ def main() -> int:
             pending = short_reason(error)
             failures += 1
         if pending != before:
-            print(json.dumps({"pending": pending}), flush=True)
+            with contextlib.suppress(OSError):  # a run that did not wait does not listen either
+                print(json.dumps({"pending": pending}), flush=True)
         if not ending:
             over.wait(min(wait * 2 ** min(failures, 10), max(wait, _LONGEST_WAIT)))
             continue
