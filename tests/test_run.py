@@ -261,7 +261,8 @@ def test_recorded_counts_are_those_of_the_scores(finished: RunOutcome) -> None:
         assert len(rows) == facts.documents
         assert rows["tokens"].sum() == facts.scored_tokens
         assert rows["bytes"].sum() == facts.bytes
-        assert final[f"{name}/nll"] == rows["nll_sum"].sum() / rows["tokens"].sum()
+        assert rows["index"].tolist() == list(range(len(rows)))
+        assert final[f"{name}/nll"] == math.fsum(rows["nll_sum"]) / rows["tokens"].sum()
 
 
 # -- metrics.csv

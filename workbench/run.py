@@ -329,6 +329,7 @@ class Recorder:
                 spec.training.seq_len,
                 loss_settings(spec),
                 between,
+                spec.evaluation.stride,
             )
             for documents in parts.data.evaluation_sets.values()
         ]

@@ -40,6 +40,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "often": {"evaluation": {"eval_steps": 4}},
     "eval_documents": {"evaluation": {"eval_documents": 3}},
     "held_out_only": {"evaluation": {"sets": ["held_out"]}},
+    "stride": {"evaluation": {"stride": 8}},
+    "whole_stride": {"evaluation": {"stride": 32}},
+    "short_stride": {"training": {"batch_size": 8, "seq_len": 16}, "evaluation": {"stride": 8}},
     "telemetry": {"telemetry": {"log_steps": 2}},
     "order": {"data": {"order": "sequential"}},
     "ratio": {"data": {"held_out_ratio": 0.4}},
@@ -120,6 +123,20 @@ def test_two_runs_of_one_spec_are_comparable_for_everything_and_equal(runs: Runs
     assert numbers["tokens_per_s"]["difference"] is not None
 
 
+def test_another_context_policy_is_another_measurement(runs: Runs) -> None:
+    """A stride gives the same documents another NLL; the policy is compared, not its spelling."""
+    finals = {name: read_record(runs(name)).results.final for name in ("base", "stride")}
+    assert finals["stride"]["held_out/nll"] != finals["base"]["held_out/nll"]
+    facts = read_record(runs("stride")).effective.evaluation["held_out"]
+    assert facts.context == "starts with the end-of-document id; windows of 32, stride 8"
+    assert refusing(runs.compare("stride"), "bpb") == ["evaluation"]
+    assert runs.compare("whole_stride").verdict == "comparable"
+    # Studying the window does not excuse a stride as well.
+    treatment = ["training.seq_len", "training.batch_size"]
+    assert "evaluation" not in refusing(runs.compare("short_windows", treatment=treatment))
+    assert "evaluation" in refusing(runs.compare("short_stride", treatment=treatment))
+
+
 # run -> the rules that refuse nll, and those that flag it, undeclared
 FOUND: dict[str, tuple[list[str], list[str]]] = {
     "seed": (["seeds"], []),
@@ -128,6 +145,7 @@ FOUND: dict[str, tuple[list[str], list[str]]] = {
     "bf16": (["precision"], []),
     "split": ([], ["execution"]),
     "short_windows": (["optimizer"], ["execution"]),
+    "stride": (["evaluation"], []),
     "longer": (["budget"], []),
     "often": ([], []),
     "eval_documents": (["evaluation"], []),

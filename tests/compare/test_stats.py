@@ -89,3 +89,25 @@ def test_scores_that_cannot_be_read_are_an_error_and_absent_ones_are_not(tmp_pat
     (tmp_path / "bad.parquet").write_text("no table")
     with pytest.raises(UserError, match=r"bad\.parquet"):
         read_scores(tmp_path / "bad.parquet")
+
+
+def test_documents_out_of_order_are_an_error(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    table = {
+        "set": ["held_out", "train_split", "held_out"],
+        "index": [0, 0, 1],
+        "document": ["x", "y", "z"],
+        "tokens": [2, 3, 100],
+        "bytes": [8, 8, 1],
+        "nll_sum": [1.5, 2.0, 9.0],
+    }
+    parquet.write_table(pa.table(table), tmp_path / "good.parquet")
+    scores = read_scores(tmp_path / "good.parquet")
+    assert scores is not None
+    assert scores["held_out"].documents == ("x", "z")
+    table["index"] = [1, 0, 0]
+    parquet.write_table(pa.table(table), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match="not in the order of the set"):
+        read_scores(tmp_path / "bad.parquet")

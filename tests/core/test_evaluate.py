@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Components:
     return parts
 
 
+def token_nll(model: Transformer, context: Tensor, target: Tensor) -> float:
+    """Plain float64 cross-entropy of one token after its context."""
+    with torch.no_grad():
+        logits = model.logits(context[None]).double()
+    return float(F.cross_entropy(logits[0, -1], target))
+
+
+def by_token(
+    model: Transformer, documents: EvaluationSet, seq_len: int, stride: int
+) -> list[float]:
+    """Each token by itself, after the context that the policy gives it."""
+    sums = []
+    for document in documents.documents:
+        ids = torch.from_numpy(np.r_[documents.eod_id, document].astype(np.int64))
+        total = 0.0
+        for token in range(len(document)):
+            # Of the windows that hold the token, the first: later ones have it as context.
+            start = stride * max(0, -(-(token + 1 - seq_len) // stride))
+            total += token_nll(model, ids[start : token + 1], ids[token + 1])
+        sums.append(total)
+    return sums
+
+
 def reference(model: Transformer, documents: EvaluationSet, seq_len: int) -> list[float]:
     """Plain float64 cross-entropy, document by document and window by window."""
     sums = []
@@ -122,6 +146,15 @@ def reference(model: Transformer, documents: EvaluationSet, seq_len: int) -> lis
     return sums
 
 
+def some_of(documents: EvaluationSet, count: int = 2) -> EvaluationSet:
+    """The longest document, cut to 60 tokens, and the shortest ones."""
+    order = np.argsort([-len(document) for document in documents.documents])
+    chosen = np.r_[order[:1], order[1 - count :]]
+    cut = [documents.documents[i][:60] for i in chosen]
+    hashes = documents.content_sha256[chosen]
+    return EvaluationSet(documents.name, "document", documents.eod_id, cut, None, hashes)
+
+
 def test_equals_plain_cross_entropy_by_document(parts: Components) -> None:
     model = parts.state.model
     for documents in parts.data.evaluation_sets.values():
@@ -134,6 +167,74 @@ def test_equals_plain_cross_entropy_by_document(parts: Components) -> None:
         assert np.array_equal(score.bytes, documents.byte_counts)
         assert score.bytes.tolist() == score.tokens.tolist()  # a byte tokenizer
         assert score.bits_per_byte == pytest.approx(score.nll / math.log(2))
+
+
+@pytest.mark.parametrize("stride", [1, 5, 8])
+def test_each_token_of_a_stride_has_the_context_of_its_window(
+    parts: Components, stride: int
+) -> None:
+    documents = some_of(parts.data.evaluation_sets["held_out"])
+    assert len(documents.documents[0]) > 3 * 16, "one document has several windows"
+    score = evaluate(parts.state.model, documents, 16, SETTINGS, stride=stride)
+    expected = by_token(parts.state.model, documents, 16, stride)
+    assert score.nll_sums == pytest.approx(expected, rel=1e-6)
+    assert score.tokens.tolist() == [len(document) for document in documents.documents]
+
+
+def test_a_stride_of_one_gives_every_token_all_the_context_a_window_holds(
+    parts: Components,
+) -> None:
+    model, documents = parts.state.model, some_of(parts.data.evaluation_sets["held_out"])
+    expected = []
+    for document in documents.documents:
+        ids = torch.from_numpy(np.r_[documents.eod_id, document].astype(np.int64))
+        nlls = [token_nll(model, ids[max(0, t - 16) : t], ids[t]) for t in range(1, len(ids))]
+        expected.append(sum(nlls))
+    score = evaluate(model, documents, 16, SETTINGS, stride=1)
+    assert score.nll_sums == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_stride_of_the_whole_window_is_no_stride(parts: Components) -> None:
+    documents = parts.data.evaluation_sets["held_out"]
+    plain, strided = (
+        evaluate(parts.state.model, documents, 16, SETTINGS, stride=stride) for stride in (None, 16)
+    )
+    assert plain.nll_sums.tolist() == strided.nll_sums.tolist()
+
+
+def test_sums_are_exact_whatever_their_order(parts: Components) -> None:
+    """1 + 1e16 - 1e16 in every order is 1: no addition rounds on the way."""
+    values = [1.0, 1e16, -1e16]
+    for order in ([0, 1, 2], [1, 0, 2], [1, 2, 0]):
+        score = score_of([values[i] for i in order], [1, 1, 1], [8, 8, 8])
+        assert score.nll == 1 / 3
+        assert score.bits_per_byte == 1 / math.log(2) / 24
+    documents = parts.data.evaluation_sets["held_out"]
+    order = np.random.default_rng(1).permutation(len(documents.documents))
+    shuffled = EvaluationSet(
+        "held_out",
+        "document",
+        documents.eod_id,
+        [documents.documents[i] for i in order],
+        None,
+        documents.content_sha256[order],
+    )
+    score = evaluate(parts.state.model, documents, 32, SETTINGS)
+    other = evaluate(parts.state.model, shuffled, 32, SETTINGS)
+    assert other.nll_sums == pytest.approx(score.nll_sums[order], rel=1e-6)
+    assert other.documents == [score.documents[i] for i in order]
+
+
+def test_a_window_with_nothing_to_score_is_no_trouble(parts: Components) -> None:
+    """A stretch of end-of-document ids in a block; one window at a time."""
+    ids = np.array([1, 2, 256, 256, 256, 3], np.uint16)
+    hashes = np.zeros((1, 32), np.uint8)
+    block = EvaluationSet("held_out", "block of 1024 tokens", 256, [ids], None, hashes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "TOKENS_AT_ONCE", 2)
+        score = evaluate(parts.state.model, block, 2, SETTINGS)
+    assert score.tokens.tolist() == [3]
+    assert math.isfinite(score.nll)
 
 
 def test_no_batch_size_changes_a_score(parts: Components, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +279,17 @@ def test_whoever_is_asked_between_batches_may_end_it(parts: Components) -> None:
 
 def test_scores_are_written_by_document(tmp_path: Path) -> None:
     with_text, without = score_of([2.0, 90.0], [1, 9], [3, 40]), score_of([5.0], [2])
+    without = replace(without, name="train_split")
+    columns = ("set", "index", "document", "tokens", "bytes", "nll_sum")
     path = tmp_path / "evaluations" / "step_00000000.parquet"
     write_scores([with_text, without], path)
     rows = pq.read_table(path).to_pylist()
     assert rows == [
-        {"set": "held_out", "document": f"{0:064x}", "tokens": 1, "bytes": 3, "nll_sum": 2.0},
-        {"set": "held_out", "document": f"{1:064x}", "tokens": 9, "bytes": 40, "nll_sum": 90.0},
-        {"set": "held_out", "document": f"{0:064x}", "tokens": 2, "bytes": None, "nll_sum": 5.0},
+        dict(zip(columns, row, strict=True))
+        for row in [
+            ("held_out", 0, f"{0:064x}", 1, 3, 2.0),
+            ("held_out", 1, f"{1:064x}", 9, 40, 90.0),
+            ("train_split", 0, f"{0:064x}", 2, None, 5.0),
+        ]
     ]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

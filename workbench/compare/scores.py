@@ -18,6 +18,7 @@ from workbench.errors import UserError
 
 TOKENS, BYTES, NLL_SUM = range(3)
 _COLUMNS = ["set", "document", "tokens", "bytes", "nll_sum"]
+_INDEX = "index"  # of the document in its set; files of earlier versions do not have it
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
     try:
         # Not `read_table`, which imports pandas.
         with parquet.ParquetFile(path) as file:
-            table = file.read(columns=_COLUMNS).to_pydict()
+            known = [*_COLUMNS, *({_INDEX} & set(file.schema_arrow.names))]
+            table = file.read(columns=known).to_pydict()
         owners, documents, *numbers = (table[column] for column in _COLUMNS)
         rows = np.array(numbers, dtype=np.float64).T.reshape(-1, 3)
     except Exception as error:  # pyarrow raises many kinds for a damaged file
@@ -86,5 +88,9 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
     found: dict[str, SetScores] = {}
     for name in dict.fromkeys(owners):
         places = [place for place, owner in enumerate(owners) if owner == name]
+        order = [table[_INDEX][place] for place in places] if _INDEX in table else None
+        if order not in (None, list(range(len(places)))):
+            message = f"the documents of {name} are not in the order of the set"
+            raise UserError.at(str(path), message, None, UNTOUCHED)
         found[name] = SetScores(tuple(str(documents[i]) for i in places), rows[places])
     return found

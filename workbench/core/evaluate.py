@@ -2,6 +2,11 @@
 
 Nothing here draws a random number, keeps a gradient or touches a buffer of the training step, so an
 evaluation cannot change the run by one bit.
+
+Sums are exact: of float64 values, rounded once (`math.fsum`), first over the tokens of a window,
+then over the windows of a document, then over documents. So no order of tokens, windows, batches or
+documents changes a sum. What can change is the NLL of a token, by the last digits of float32: a
+matrix product of another shape may add in another order.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ class SetScore:
     @property
     def nll(self) -> float:
         """Nats per token: the sum of NLL over the sum of scored tokens."""
-        return float(self.nll_sums.sum() / self.tokens.sum())
+        return math.fsum(self.nll_sums) / int(self.tokens.sum())
 
     @property
     def perplexity(self) -> float:
@@ -58,7 +63,7 @@ class SetScore:
         """Bits per UTF-8 byte of the scored text."""
         if self.bytes is None:
             return None
-        return float(self.nll_sums.sum() / math.log(2) / self.bytes.sum())
+        return math.fsum(self.nll_sums) / math.log(2) / int(self.bytes.sum())
 
     def values(self) -> dict[str, float | None]:
         """The set's numbers under the names they are logged by."""
@@ -75,18 +80,21 @@ def evaluate(
     seq_len: int,
     settings: LossSettings,
     between: Callable[[], None] = lambda: None,
+    stride: int | None = None,
 ) -> SetScore:
-    """Scores every document of a set, in windows of `seq_len` tokens.
+    """Scores every document of a set, each token once, in windows of `seq_len` tokens.
 
-    The NLL comes from float32 logits and is summed in float64, so the result does not depend on how
-    windows are batched beyond the last digits of float32. `between` is called between batches and
-    may raise to give up.
+    A window scores its last `stride` tokens, the first of a document all of them (None: windows do
+    not overlap); see `evaluation_sets`. `between` is called between batches and may raise to give
+    up.
     """
     device = model.head_weight.device
     count = len(documents.documents)
-    sums, tokens = np.zeros(count, np.float64), np.zeros(count, np.int64)
+    windows: list[list[float]] = [[] for _ in range(count)]
+    tokens = np.zeros(count, np.int64)
+    batch_size = max(1, TOKENS_AT_ONCE // seq_len)
     with torch.no_grad():
-        for batch in scoring_batches(documents, seq_len, max(1, TOKENS_AT_ONCE // seq_len)):
+        for batch in scoring_batches(documents, seq_len, batch_size, stride):
             between()
             hidden = model(torch.from_numpy(batch.inputs).to(device))
             nll = linear_nll(
@@ -96,15 +104,21 @@ def evaluate(
                 settings,
                 model.precision,
             )
-            per_window = nll.view(batch.targets.shape).cpu().double().sum(dim=1).numpy()
-            np.add.at(sums, batch.documents, per_window)
-            np.add.at(tokens, batch.documents, (batch.targets != IGNORED).sum(axis=1))
+            rows = nll.view(batch.targets.shape).cpu().double().numpy()
+            scored = batch.targets != IGNORED
+            for document, row, kept in zip(batch.documents, rows, scored, strict=True):
+                windows[document].append(math.fsum(row[kept]))
+            np.add.at(tokens, batch.documents, scored.sum(axis=1))
+    sums = np.array([math.fsum(parts) for parts in windows], np.float64)
     hashes = [row.tobytes().hex() for row in documents.content_sha256]
     return SetScore(documents.name, hashes, sums, tokens, documents.byte_counts)
 
 
 def write_scores(scores: list[SetScore], path: Path) -> None:
     """Per-document scores of all sets as one parquet file, whole or not at all.
+
+    Columns: `set`, `index` (of the document in its set, from 0), `document` (content hash),
+    `tokens`, `bytes` (null: there is no text) and `nll_sum` (nats).
 
     Raises:
         StoreError: it cannot be written; nothing is left behind.
@@ -115,6 +129,7 @@ def write_scores(scores: list[SetScore], path: Path) -> None:
     table = pa.table(
         {
             "set": [score.name for score in scores for _ in score.documents],
+            "index": [i for score in scores for i in range(len(score.documents))],
             "document": [name for score in scores for name in score.documents],
             "tokens": np.concatenate([score.tokens for score in scores]),
             "bytes": [

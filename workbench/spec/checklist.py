@@ -262,7 +262,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ),
     (
         "effective.evaluation.*.context",
-        _judged("evaluation", "training.seq_len", "evaluation.sets"),
+        _judged("evaluation", "training.seq_len", "evaluation.sets", unless=("evaluation.stride",)),
     ),
     # Never follows the data, studied or not: on other documents it is another measurement.
     ("effective.evaluation.*.sha256", _judged("evaluation", "evaluation.sets")),

@@ -15,6 +15,7 @@ from workbench.core.data.encoded import EncodedCorpus
 from workbench.core.data.evaluation_sets import (
     IGNORED,
     EvaluationSet,
+    context_of,
     from_spans,
     scoring_batches,
     scoring_windows,
@@ -60,6 +61,31 @@ def test_windows_by_hand() -> None:
     ]
 
 
+def test_windows_with_a_stride_by_hand() -> None:
+    """Windows of 4 every 2: each later one scores its last 2, the last one what is left."""
+    got = list(scoring_windows(set_of([1, 2, 3, 4, 5, 6, 7], [8, 9]), 4, 2))
+    assert [(d, i.tolist(), t.tolist()) for d, i, t in got] == [
+        (0, [EOD, 1, 2, 3], [1, 2, 3, 4]),
+        (0, [2, 3, 4, 5], [-100, -100, 5, 6]),
+        (0, [4, 5, 6], [-100, -100, 7]),
+        (1, [EOD, 8], [8, 9]),
+    ]
+
+
+@pytest.mark.parametrize(("length", "starts"), [(4, [0]), (5, [0, 3]), (7, [0, 3]), (8, [0, 3, 6])])
+def test_no_window_is_without_new_tokens(length: int, starts: list[int]) -> None:
+    one = set_of(list(range(1, length + 1)))
+    found = list(scoring_windows(one, 4, 3))
+    assert [int(w.inputs[0]) if int(w.inputs[0]) != EOD else 0 for w in found] == starts
+    assert all((w.targets != IGNORED).any() for w in found)
+
+
+def test_the_context_names_window_and_stride() -> None:
+    plain = "starts with the end-of-document id; windows of 32, no overlap"
+    assert context_of(32) == context_of(32, 32) == plain
+    assert context_of(32, 8) == "starts with the end-of-document id; windows of 32, stride 8"
+
+
 def test_batch_by_hand() -> None:
     (batch,) = scoring_batches(set_of([6], [1, 2, 3]), seq_len=4, batch_size=4)
     assert batch.documents.tolist() == [1, 0]
@@ -72,10 +98,12 @@ def test_batch_by_hand() -> None:
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     seq_len=st.integers(1, 17),
     batch_size=st.integers(1, 6),
+    stride=st.none() | st.integers(1, 17),
 )
 def test_every_token_is_scored_once_after_its_predecessor(
-    lengths: list[int], seq_len: int, batch_size: int
+    lengths: list[int], seq_len: int, batch_size: int, stride: int | None
 ) -> None:
+    stride = stride and min(stride, seq_len)
     documents = [[(7 * d + i) % 90 for i in range(n)] for d, n in enumerate(lengths)]
     one = set_of(*documents)
     expected = sorted(
@@ -85,12 +113,13 @@ def test_every_token_is_scored_once_after_its_predecessor(
     )
     by_window = sorted(
         (w.document, p, t)
-        for w in scoring_windows(one, seq_len)
+        for w in scoring_windows(one, seq_len, stride)
         for p, t in zip(w.inputs.tolist(), w.targets.tolist(), strict=True)
+        if t != IGNORED
     )
     by_batch = sorted(
         (d, p, t)
-        for b in scoring_batches(one, seq_len, batch_size)
+        for b in scoring_batches(one, seq_len, batch_size, stride)
         for d, inputs, targets in zip(b.documents.tolist(), b.inputs, b.targets, strict=True)
         for p, t in zip(inputs.tolist(), targets.tolist(), strict=True)
         if t != IGNORED

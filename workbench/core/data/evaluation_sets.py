@@ -1,8 +1,11 @@
 """What is scored, and in which windows: every token of a set once, none of the padding.
 
-A document is scored after the end-of-document id: window w of a document takes the S ids before
-its targets, so the first input of all is the end-of-document id, and later windows start with the
-token before their first target. Windows do not overlap. The end-of-document id is never a target.
+A document is scored after the end-of-document id: the first input of all is that id, and a later
+window starts with the token before it. The end-of-document id is never a target.
+
+Windows of up to S tokens start every `stride` tokens. The first one scores all it holds; each later
+one scores its last `stride` tokens (the last window those that are left) and takes the S - stride
+before them as context alone. With a stride of S windows do not overlap.
 
 Shapes: M documents, B windows of a batch, S sequence length.
 """
@@ -54,7 +57,7 @@ class EvaluationSet:
 
 
 class Window(NamedTuple):
-    """Up to S inputs [n] and the target that follows each [n]."""
+    """Up to S inputs [n] and the target that follows each [n]; -100 where it is not scored here."""
 
     document: int
     inputs: Int64
@@ -75,15 +78,17 @@ def from_spans(name: str, tokens: Ids, spans: Spans, eod_id: int) -> EvaluationS
     return EvaluationSet(name, spans.unit, eod_id, documents, spans.byte_counts, spans.sha256)
 
 
-def scoring_windows(evaluation_set: EvaluationSet, seq_len: int) -> Iterator[Window]:
+def scoring_windows(
+    evaluation_set: EvaluationSet, seq_len: int, stride: int | None = None
+) -> Iterator[Window]:
     """The windows of each document in turn."""
     for document, ids in enumerate(evaluation_set.documents):
-        for start in range(0, len(ids), seq_len):
-            yield _window(evaluation_set, document, start, seq_len, ids)
+        for start in _starts(len(ids), seq_len, stride):
+            yield _window(evaluation_set, document, start, seq_len, stride)
 
 
 def scoring_batches(
-    evaluation_set: EvaluationSet, seq_len: int, batch_size: int
+    evaluation_set: EvaluationSet, seq_len: int, batch_size: int, stride: int | None = None
 ) -> Iterator[ScoringBatch]:
     """The same windows, `batch_size` at a time, long ones first, so that little is padded.
 
@@ -92,7 +97,7 @@ def scoring_batches(
     starts = [
         (min(seq_len, len(ids) - start), document, start)
         for document, ids in enumerate(evaluation_set.documents)
-        for start in range(0, len(ids), seq_len)
+        for start in _starts(len(ids), seq_len, stride)
     ]
     starts.sort(key=lambda window: (-window[0], window[1], window[2]))
     for first in range(0, len(starts), batch_size):
@@ -101,23 +106,34 @@ def scoring_batches(
         inputs = np.full((len(rows), width), evaluation_set.eod_id, np.int64)
         targets = np.full((len(rows), width), IGNORED, np.int64)
         for row, (length, document, start) in enumerate(rows):
-            ids = evaluation_set.documents[document]
-            window = _window(evaluation_set, document, start, seq_len, ids)
+            window = _window(evaluation_set, document, start, seq_len, stride)
             inputs[row, :length] = window.inputs
             targets[row, :length] = window.targets
         yield ScoringBatch(inputs, targets, np.array([row[1] for row in rows], np.int64))
 
 
+def _starts(length: int, seq_len: int, stride: int | None) -> range:
+    """Where the windows of a document of `length` tokens start: none without new tokens."""
+    step = stride or seq_len
+    return range(0, max(length - seq_len + step, 1 if length else 0), step)
+
+
 def _window(
-    evaluation_set: EvaluationSet, document: int, start: int, seq_len: int, ids: Ids
+    evaluation_set: EvaluationSet, document: int, start: int, seq_len: int, stride: int | None
 ) -> Window:
+    ids = evaluation_set.documents[document]
     targets = ids[start : start + seq_len].astype(np.int64)
     before = evaluation_set.eod_id if start == 0 else int(ids[start - 1])
     inputs = np.r_[before, targets[:-1]].astype(np.int64)
     # Only blocks hold end-of-document ids: between the documents that they run over.
-    return Window(document, inputs, np.where(targets == evaluation_set.eod_id, IGNORED, targets))
+    targets = np.where(targets == evaluation_set.eod_id, IGNORED, targets)
+    if start:
+        targets[: seq_len - (stride or seq_len)] = IGNORED  # scored by the windows before
+    return Window(document, inputs, targets)
 
 
-def context_of(seq_len: int) -> str:
+def context_of(seq_len: int, stride: int | None = None) -> str:
     """The context policy, for the record: sets scored under another one are not comparable."""
-    return f"starts with the end-of-document id; windows of {seq_len}, no overlap"
+    step = stride or seq_len
+    overlap = "no overlap" if step == seq_len else f"stride {step}"
+    return f"starts with the end-of-document id; windows of {seq_len}, {overlap}"

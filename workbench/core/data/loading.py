@@ -179,7 +179,7 @@ def _facts(
                 "unit": one.unit,
                 "scored_tokens": one.scored_tokens,
                 "bytes": NO_TEXT if one.scored_bytes is None else one.scored_bytes,
-                "context": context_of(spec.training.seq_len),
+                "context": context_of(spec.training.seq_len, spec.evaluation.stride),
             }
             for name, one in sets.items()
         },
