@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from workbench.core.random_states import random_states
 from workbench.core.train import TrainState
 from workbench.errors import StoreError
 
@@ -101,7 +102,7 @@ def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
         "order_digest": state.digest.state_dict(),
         "lr_trace": state.trace.hexdigest(),
         "expert_watch": state.watch.state_dict(),
-        "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
+        "random_states": random_states(),
         "spec": spec,
     }
     (folder / "state.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,192 @@
+"""Reads a checkpoint that is whole, and puts a run's state back to where it was saved.
+
+Nothing is unpickled: tensors come from safetensors, the rest from JSON. Every file is checked
+against the hash in the manifest before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.core.checkpoint import checkpoints, is_whole
+from workbench.core.random_states import set_random_states
+from workbench.core.schedules import RateTrace, model_values
+from workbench.core.train import TrainState
+from workbench.errors import UserError
+from workbench.spec.run import RunSpec
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A checkpoint whose content was checked; `state` is its JSON, tensors are read when asked."""
+
+    path: Path
+    sha256: str  # of the manifest, and so of everything in it
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The update it was saved after."""
+        return int(self.state["step"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name; of a tied head only one name."""
+        return _tensors(self.path / "model.safetensors")
+
+    def moments(self) -> dict[str, Tensor]:
+        """Optimizer state as `<parameter>/<key>`."""
+        return _tensors(self.path / "optimizer.safetensors")
+
+
+def open_checkpoint(path: Path) -> Saved:
+    """Opens a checkpoint and checks the content of every file against the manifest.
+
+    Raises:
+        UserError: it is not there, not whole, of another format, or its content has changed.
+    """
+    place, allowed = str(path), "a checkpoint as it was saved"
+    try:
+        raw = (path / "manifest.json").read_bytes()
+    except OSError:
+        raise UserError.at(
+            place, "there is no checkpoint here: no manifest", None, allowed
+        ) from None
+    if not is_whole(path):
+        message = "the checkpoint is not whole: files are missing or have another size"
+        raise UserError.at(place, message, None, allowed)
+    for name, entry in json.loads(raw)["files"].items():
+        try:
+            with (path / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError.at(str(path / name), f"cannot be read: {error.strerror}") from None
+        if found != entry.get("sha256"):
+            message = "the content is not what the manifest says: the file is damaged"
+            raise UserError.at(str(path / name), message, found, str(entry.get("sha256")))
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        form = state["format"]
+        int(state["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError.at(str(path / "state.json"), f"not the state of a run: {error}") from None
+    if form != FORMAT:
+        message = "a format that this version does not read"
+        raise UserError.at(str(path / "state.json"), message, form, str(FORMAT))
+    return Saved(path, hashlib.sha256(raw).hexdigest(), state)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Saved | None, list[str]]:
+    """The newest checkpoint under `folder` that is whole, and what is wrong with newer ones."""
+    problems = [
+        f"{path.name} is not whole: passed over"
+        for path in sorted(folder.glob("step_*"))
+        if path.is_dir() and not is_whole(path)
+    ]
+    for path in reversed(checkpoints(folder)):
+        try:
+            return open_checkpoint(path), problems
+        except UserError as error:
+            problems.append(f"{path.name} is damaged ({error.faults[0].place}): passed over")
+    return None, problems
+
+
+def restore(state: TrainState, saved: Saved, spec: RunSpec) -> None:
+    """Puts a freshly built state to where `saved` was taken: the next update is the one after it.
+
+    Raises:
+        UserError: the checkpoint is of another model, other optimizers or other data.
+    """
+    try:
+        load_weights(state.model, saved)
+        _load_moments(state, saved)
+        document = saved.state
+        state.stream.load_state_dict(document["stream"])
+        state.digest.load_state_dict(document["order_digest"])
+        state.trace = RateTrace(document["lr_trace"])
+        state.watch.load_state_dict(document["expert_watch"])
+        state.step, state.tokens = saved.step, int(document["tokens"])
+        set_random_states(document["random_states"])
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError.at(str(saved.path), f"not the state of this run: {error!r}") from error
+    state.model.set_values(model_values(spec, state.step))
+
+
+def load_weights(model: torch.nn.Module, saved: Saved) -> None:
+    """Puts the weights and buffers of a checkpoint into a model of the same shape.
+
+    Raises:
+        UserError: a tensor is missing, has another shape or dtype, or the model has none like it.
+    """
+    weights = saved.weights()
+    own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    # A tied tensor has several names and was saved under the first of them.
+    by_storage: dict[int, str] = {}
+    for name, tensor in own.items():
+        by_storage.setdefault(tensor.data_ptr(), name)
+    first = {name: by_storage[tensor.data_ptr()] for name, tensor in own.items()}
+    _require_same_names(saved.path / "model.safetensors", weights, set(first.values()))
+    for name, tensor in own.items():
+        if first[name] == name:
+            _copy(saved.path / "model.safetensors", name, weights[name], tensor)
+
+
+def _load_moments(state: TrainState, saved: Saved) -> None:
+    """By the name of the parameter: two tensors of one shape cannot swap their moments."""
+    path = saved.path / "optimizer.safetensors"
+    moments = saved.moments()
+    parameters = dict(state.model.named_parameters())
+    owners = {
+        parameter: optimizer
+        for optimizer in state.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for full_name, value in moments.items():
+        name, _, key = full_name.rpartition("/")
+        if name not in parameters:
+            message = "the optimizer state of a parameter that this model does not have"
+            raise UserError.at(str(path), message, name)
+        parameter = parameters[name]
+        if value.ndim and value.shape == parameter.shape:
+            own = torch.empty_like(parameter.detach(), dtype=value.dtype).copy_(value)
+        else:
+            own = value.clone()  # a count of steps: AdamW keeps it on the CPU, unless told
+            if own.ndim == 0 and parameter.device.type != "cpu":
+                own = own.to(parameter.device)
+        owners[parameter].state[parameter][key] = own
+
+
+def _require_same_names(path: Path, found: dict[str, Tensor], wanted: set[str]) -> None:
+    for names, what in ((wanted - found.keys(), "lacks"), (found.keys() - wanted, "has beyond")):
+        if names:
+            listed = ", ".join(sorted(names)[:3])
+            raise UserError.at(str(path), f"the checkpoint {what} this model's tensors", listed)
+
+
+def _copy(path: Path, name: str, source: Tensor, target: Tensor) -> None:
+    if source.shape != target.shape or source.dtype != target.dtype:
+        found = f"{name}: {list(source.shape)} {source.dtype}"
+        allowed = f"{list(target.shape)} {target.dtype}"
+        raise UserError.at(str(path), "a tensor of another shape or type", found, allowed)
+    target.copy_(source)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError.at(str(path), f"not a safetensors file: {error}") from None
