@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -214,24 +214,32 @@ def _read_file(path: Path, field: str, unit: TextUnit) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1 and lines, their ends included, decoded strictly."""
-    offset = 0
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            skip = len(codecs.BOM_UTF8) if number == 1 and raw.startswith(codecs.BOM_UTF8) else 0
-            try:
-                line = raw[skip:].decode("utf-8")
-            except UnicodeDecodeError as error:
-                at = offset + skip + error.start
-                problem = f"not UTF-8 (byte offset {at}){_utf16_hint(raw, number)}"
-                found = "0x" + raw[skip + error.start : skip + error.start + 1].hex()
-                raise DataError.at(f"{path}:{number}", problem, found, "UTF-8 text") from error
-            if "\0" in line:
-                at = offset + raw.index(b"\0")
-                problem = f"a zero byte (byte offset {at}): UTF-16 text, or not a text file"
-                raise DataError.at(f"{path}:{number}", problem, None, "UTF-8 text")
-            yield number, line
-            offset += len(raw)
+        yield from decoded_lines(path, file)
+
+
+def decoded_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1 and lines, their ends included, decoded strictly.
+
+    Raises:
+        DataError: a line that is not UTF-8 text; names the line of `path`.
+    """
+    offset = 0
+    for number, raw in enumerate(lines, 1):
+        skip = len(codecs.BOM_UTF8) if number == 1 and raw.startswith(codecs.BOM_UTF8) else 0
+        try:
+            line = raw[skip:].decode("utf-8")
+        except UnicodeDecodeError as error:
+            at = offset + skip + error.start
+            problem = f"not UTF-8 (byte offset {at}){_utf16_hint(raw, number)}"
+            found = "0x" + raw[skip + error.start : skip + error.start + 1].hex()
+            raise DataError.at(f"{path}:{number}", problem, found, "UTF-8 text") from error
+        if "\0" in line:
+            at = offset + raw.index(b"\0")
+            problem = f"a zero byte (byte offset {at}): UTF-16 text, or not a text file"
+            raise DataError.at(f"{path}:{number}", problem, None, "UTF-8 text")
+        yield number, line
+        offset += len(raw)
 
 
 def _utf16_hint(raw: bytes, number: int) -> str:

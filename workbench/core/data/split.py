@@ -88,6 +88,12 @@ def split_corpus(encoded: EncodedCorpus, tokenizer: Tokenizer, ratio: float) -> 
     return _by_document(encoded, ratio)
 
 
+def every_document(encoded: EncodedCorpus) -> Spans:
+    """All documents of a corpus in order of their hash, each text once."""
+    chosen = _in_hash_order(encoded.content_sha256, np.arange(len(encoded), dtype=np.int64))
+    return _document_spans(encoded, chosen)
+
+
 def _by_document(encoded: EncodedCorpus, ratio: float) -> Split:
     # The first 8 of the 32 bytes decide: that is finer than the ratio, which is a float.
     position = encoded.split_sha256[:, :8].copy().view(">u8").ravel().astype(np.uint64)
