@@ -174,6 +174,44 @@ def compare(
     return Answer(render_terminal(comparison, color=_in_colour()), exit_code)
 
 
+@app.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(help="A run that ended: name, id, or unique prefix.")],
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=PATH", help="Text to score: file, folder or glob."),
+    ] = None,
+    task: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Multiple choice, as JSON lines. Repeatable."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="The checkpoint of this step; default: the newest.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda or mps; default: as the run's spec says.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Score a run's checkpoint on further text and tasks; the numbers join its record."""
+    from workbench.process import prepare_process
+
+    named = parse_sets(sets)
+    if not (named or task):
+        raise UserError.at("command line", "nothing to score is named", None, "--set or --task")
+    prepare_process()  # before torch is loaded
+    from workbench.core.device import device_named
+    from workbench.evaluate_run import evaluate_run, render
+    from workbench.track.store import Store
+
+    store = Store()
+    entry = _readable(store.find_run(run))
+    chosen = device_named(device) if device else None
+    outcome = evaluate_run(entry, store, named, task or [], step=step, device=chosen, say=_say)
+    return Answer(outcome.to_json() if as_json else render(outcome))
+
+
 @app.command("list")
 def list_runs(as_json: AsJson = False, debug: Debug = False) -> Answer:
     """List the runs of the store, newest first."""
@@ -261,19 +299,16 @@ def bench(
     from workbench.spec.load import load_spec
     from workbench.track.store import Store
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     ours, other = load_spec(spec, overrides), None
     if compare:
         other = load_spec(compare, compare_set)
     elif compare_set:
         other = load_spec(spec, [*(overrides or []), *compare_set])
-    result = measure(ours, rounds, steps, max_seconds, say, other=other, trace=profile)
+    result = measure(ours, rounds, steps, max_seconds, _say, other=other, trace=profile)
     try:
         keep_bench(ours, result, Store())  # for the expected time of `wb plan`
     except StoreError as error:
-        say(f"the result is not kept for wb plan: {error}")
+        _say(f"the result is not kept for wb plan: {error}")
     return Answer(result if as_json else render(result))
 
 
@@ -339,6 +374,24 @@ def parse_allow(pairs: list[str] | None) -> dict[str, str]:
     return allowed
 
 
+def parse_sets(pairs: list[str] | None) -> dict[str, Path]:
+    """`NAME=PATH` options as a mapping.
+
+    Raises:
+        UserError: one has no name or no path, or a name stands twice.
+    """
+    named: dict[str, Path] = {}
+    for pair in pairs or []:
+        name, _, path = pair.partition("=")
+        if not any(letter.isascii() and letter.isalnum() for letter in name) or not path:
+            message = "a set needs a name with a letter or digit, and a path"
+            raise UserError.at("--set", message, pair, "NAME=PATH")
+        if name in named:
+            raise UserError.at("--set", "the same name twice", name, "a name for each")
+        named[name] = Path(path)
+    return named
+
+
 def call(arguments: Sequence[str]) -> Answer | int:
     """Runs the command that the arguments name; returns its answer, or a bare exit code.
 
@@ -364,6 +417,10 @@ def _dry_run(spec: RunSpec, as_json: bool) -> Answer:
 
     counted = plan(spec, Store())
     return Answer(counted if as_json else render_plan(counted))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _in_colour() -> bool:

@@ -56,6 +56,7 @@ from workbench.foresee import recorded
 from workbench.progress import Reporter
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
+from workbench.step_columns import rates_of, terms_of
 from workbench.track.events import Tracker
 from workbench.track.feeder import MlflowTracker, patience
 from workbench.track.journal import Journal, columns
@@ -305,8 +306,8 @@ class Recorder:
             "train/smoothing": result.smoothing,
             "train/z_loss": result.z_loss,
             "grad_norm": result.grad_norm,
-            **_rates(result),
-            **_terms(result),
+            **rates_of(result),
+            **terms_of(result),
             **(result.experts.totals if result.experts else {}),
             # The first step's time is compilation and page faults, not training.
             "tokens_per_s": tokens / seconds if result.step > 1 else None,
@@ -428,30 +429,6 @@ class RunOutcome:
 def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     """MLflow, at the spec's address or in the store."""
     return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment, patience())
-
-
-def _rates(result: StepResult) -> dict[str, float | None]:
-    """The learning rates of a step: AdamW's, and Muon's where it trains; of expert and shared
-    matrices the rate of AdamW, where that trains them."""
-    rates = result.rates
-    return {
-        "lr": result.learning_rate,
-        "shared_lr": rates.get("adamw/shared"),
-        "expert_lr": rates.get("adamw/expert"),
-        "muon_lr": next((rate for name, rate in rates.items() if name.startswith("muon/")), None),
-    }
-
-
-def _terms(result: StepResult) -> dict[str, float | None]:
-    """The auxiliary terms of a step: what each adds to the objective, its value, its weight."""
-    terms: dict[str, float | None] = {}
-    if one := result.balance:
-        terms |= {"train/balance": one.contribution}
-        terms |= {"router_aux_loss": one.value, "router_aux_weight": one.weight}
-    if one := result.diversity:
-        terms |= {"train/diversity": one.contribution}
-        terms |= {"expert_diversity_loss": one.value, "expert_diversity_lambda": one.weight}
-    return terms
 
 
 def _now() -> str:

@@ -91,6 +91,9 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
         ("code", f"{effective.code.version}, commit {_commit(record)}"),
     ]
     lines += [(name, f"{value:.6f}") for name, value in sorted(results.final.items())]
+    for added in results.additions:
+        where = f"  (added {added.when[:10]}, step {added.step:,})"
+        lines += [(name, f"{value:.6f}{where}") for name, value in sorted(added.values.items())]
     if results.tokens_per_s is not None:
         first, last = effective.interval.first_step, effective.interval.last_step
         lines.append(("tokens/s", f"{results.tokens_per_s:,.0f} (steps {first} to {last})"))

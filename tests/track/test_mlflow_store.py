@@ -15,7 +15,7 @@ from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, p
 
 from workbench.track.mlflow_fields import params_of
 from workbench.track.mlflow_store import POSITION, Feed, connect, read_position
-from workbench.track.record import RunRecord
+from workbench.track.record import Addition, RunRecord, write_record
 from workbench.track.store import Store, release_run
 
 
@@ -57,6 +57,44 @@ def test_a_finished_run_reads_back_whole(
         assert (got / name).read_bytes() == (folder / name).read_bytes()
     assert yaml.safe_load((got / "spec.yaml").read_text()) == record.spec
     assert run.info.artifact_uri.startswith("file:///")
+
+
+def test_numbers_added_after_the_end_arrive_once_and_disturb_nothing(
+    mlflow_store: Store, target: Any
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "added", 5)
+    journal.close()
+    end_run(folder, record)
+    position = Feed(folder, target).push()
+    before = points(target, position.run_id)
+    values = {"unproven.wiki/nll": 3.5, "unproven.wiki/bits_per_byte": 1.25}
+    added = Addition(
+        name="unproven.wiki",
+        step=4,
+        tokens=16384,
+        when="2026-01-03T00:00:00+00:00",
+        source="text: 1 .txt (blank_line)",
+        sha256="d" * 64,
+        checkpoint_sha256="e" * 64,
+        values=values,
+        facts={"documents": 7, "scored_tokens": 900, "bytes": 4000},
+        scores="evaluations/step_00000004.unproven.wiki.parquet",
+    )
+    record.results.additions = [added]
+    (folder / "evaluations").mkdir()
+    (folder / str(added.scores)).write_bytes(b"scores")
+    write_record(record, folder)
+    for _ in range(2):
+        position = Feed(folder, target).push()
+    after = points(target, position.run_id)
+    assert {key: after.pop(key) for key in values} == {k: [(4, v)] for k, v in values.items()}
+    assert repr(after) == repr(before)  # one of the numbers is NaN
+    run = target.client.get_run(position.run_id)
+    assert run.info.status == "FINISHED"
+    inputs = {one.dataset.name: one.dataset for one in run.inputs.dataset_inputs}
+    assert inputs["unproven.wiki"].digest == "d" * 36
+    listed = {one.path for one in target.client.list_artifacts(position.run_id, "evaluations")}
+    assert listed == {added.scores}
 
 
 def test_the_experiment_opens_as_model_training(mlflow_store: Store, target: Any) -> None:

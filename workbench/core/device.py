@@ -6,14 +6,30 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from workbench.errors import UserError
 
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 
-def choose_device(name: Literal["auto", "cpu", "cuda", "mps"]) -> torch.device:
+
+def device_named(text: str) -> DeviceName:
+    """The name of a kind of device.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    for name in get_args(DeviceName):
+        if text == name:
+            known: DeviceName = name
+            return known
+    allowed = ", ".join(get_args(DeviceName))
+    raise UserError.at("--device", "there is no such kind of device", text, allowed)
+
+
+def choose_device(name: DeviceName) -> torch.device:
     """The device asked for; `auto` takes CUDA (ROCm included), then MPS, then the CPU.
 
     Raises:

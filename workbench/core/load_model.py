@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from workbench.core.device import choose_device
+from workbench.core.device import DeviceName, choose_device
 from workbench.core.model import Transformer
 from workbench.core.precision import choose_precision
 from workbench.core.restore import Saved, load_weights, open_checkpoint
@@ -14,8 +13,6 @@ from workbench.core.schedules import model_values
 from workbench.errors import Fault, UserError, storing
 from workbench.spec.load import Source, validate
 from workbench.spec.run import RunSpec
-
-Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,9 @@ class LoadedModel:
     sha256: str
 
 
-def load_model(place: Path, step: int | None = None, device: Device | None = None) -> LoadedModel:
+def load_model(
+    place: Path, step: int | None = None, device: DeviceName | None = None
+) -> LoadedModel:
     """The model of a checkpoint, or of a run folder's newest one or the one of `step`.
 
     It scores as the run's own evaluation at that step did, bit for bit on the same machine:

@@ -42,6 +42,16 @@ _ESCAPE = re.compile(r"_u((?:[0-9a-f]{2,6})?)_")
 
 
 @dataclass(frozen=True)
+class AddedFields:
+    """Metrics that were added after the run, by their keys; `mark` tells one addition from all."""
+
+    mark: str
+    step: int
+    moment: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class DatasetFields:
     """One dataset input: its name, content hash, and what it is used for."""
 
@@ -152,7 +162,30 @@ def datasets_of(record: RunRecord) -> list[DatasetFields]:
                 "sha256": facts.sha256,
             }
             found.append(_dataset(name, facts.sha256, source, counts, "evaluation"))
+    for added in record.results.additions:
+        counts = {key: added.facts.get(key) for key in ("documents", "items", "bytes")}
+        counts |= {"tokens": added.facts.get("scored_tokens"), "sha256": added.sha256}
+        where = redact(added.source)
+        found.append(_dataset(added.name, added.sha256, where, counts, "evaluation"))
     return found
+
+
+def additions_of(record: RunRecord) -> list[AddedFields]:
+    """The numbers that were added after the run."""
+    return [
+        AddedFields(
+            f"{added.name}:{added.step}:{added.sha256}",
+            added.step,
+            milliseconds(added.when) or 0,
+            {safe_key(name): value for name, value in added.values.items()},
+        )
+        for added in record.results.additions
+    ]
+
+
+def added_names(record: RunRecord) -> list[str]:
+    """The names of the numbers that were added after the run."""
+    return [name for added in record.results.additions for name in added.values]
 
 
 def spec_yaml(record: RunRecord) -> str:

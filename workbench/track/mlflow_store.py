@@ -58,6 +58,7 @@ class Position(BaseModel):
     params: bool = False
     tags_sha256: str | None = None
     datasets: list[str] = []
+    additions: list[str] = []
     artifacts: dict[str, str] = {}
     status: str | None = None
 
@@ -213,7 +214,8 @@ class Feed:
             self._note(position)
         self._send_datasets(position, record)
         self._send_rows(position, record)
-        odd = fields.renamed(self._tail.names)
+        self._send_additions(position, record)
+        odd = fields.renamed([*self._tail.names, *fields.added_names(record)])
         self._send_tags(position, fields.tags_of(record, status, odd))
         try:
             self._send_artifacts(position, record, ended=status != "RUNNING")
@@ -340,6 +342,16 @@ class Feed:
         position.last_step = step
         del self._waiting[:count]
         self._note(position)
+
+    def _send_additions(self, position: Position, record: RunRecord) -> None:
+        from mlflow.entities import Metric
+
+        for one in fields.additions_of(record):
+            if one.mark not in position.additions:
+                metrics = [Metric(k, v, one.moment, one.step) for k, v in one.metrics.items()]
+                self._target.client.log_batch(position.run_id, metrics=metrics, synchronous=True)
+                position.additions.append(one.mark)
+                self._note(position)
 
     def _send_artifacts(self, position: Position, record: RunRecord, ended: bool) -> None:
         """The resolved spec at once; the files of the run when it has ended."""

@@ -173,6 +173,27 @@ class Point(_Part):
     lr_trace: str
 
 
+class Addition(_Part):
+    """Numbers of a further evaluation set or a downstream task, measured after the run had ended.
+
+    `sha256` is the identity of what was scored, `checkpoint_sha256` of what it was scored with;
+    `scores` is the file of every document's or item's score, below the run's folder. `facts` says
+    how it was scored (of a set: `SetFacts`), `ran` by which code and in which precision.
+    """
+
+    name: str
+    step: int
+    tokens: int
+    when: str
+    source: str
+    sha256: str
+    checkpoint_sha256: str
+    values: dict[str, float]
+    facts: dict[str, Any] = {}
+    ran: dict[str, Any] = {}
+    scores: str | None = None
+
+
 class Results(_Part):
     """Measured outcomes, never compared by a rule. Unmeasured is None."""
 
@@ -181,6 +202,7 @@ class Results(_Part):
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     final: dict[str, float] = {}
+    additions: list[Addition] = []
     # Experts that no token of the run has reached, such as "layer 3 expert 1".
     unused_experts: list[str] = []
 

@@ -99,7 +99,11 @@ def make_spec() -> Callable[..., Any]:
             },
             "tokenizer": {"name": "bytes", "path": None},
             "training": {"seq_len": 32},
-            "evaluation": {"sets": ["train_split", "held_out"], "eval_documents": 0},
+            "evaluation": {
+                "sets": ["train_split", "held_out"],
+                "eval_documents": 0,
+                "stride": None,
+            },
         }
         for key, value in given.items():
             section = next(section for section in fields.values() if key in section)

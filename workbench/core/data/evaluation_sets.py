@@ -13,14 +13,15 @@ Shapes: M documents, B windows of a batch, S sequence length.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from workbench.core.data.split import Spans, Unit
+from workbench.core.data.encoded import EncodedCorpus
+from workbench.core.data.split import Spans, Unit, every_document
 from workbench.core.data.tokenizer import Ids
 
 IGNORED = -100  # the target that is not scored
@@ -76,6 +77,25 @@ def from_spans(name: str, tokens: Ids, spans: Spans, eod_id: int) -> EvaluationS
     """The evaluation set of these stretches of an encoded corpus."""
     documents = [tokens[start:end] for start, end in spans.ranges]
     return EvaluationSet(name, spans.unit, eod_id, documents, spans.byte_counts, spans.sha256)
+
+
+def from_corpus(name: str, encoded: EncodedCorpus, eod_id: int) -> EvaluationSet:
+    """The evaluation set of a whole corpus: every document in hash order, each text once."""
+    return from_spans(name, encoded.tokens, every_document(encoded), eod_id)
+
+
+def facts_of(
+    one: EvaluationSet, seq_len: int, stride: int | None, no_bytes: Mapping[str, str]
+) -> dict[str, Any]:
+    """What a comparison needs to know of a set; `no_bytes` says why there may be no bytes."""
+    return {
+        "sha256": one.sha256,
+        "documents": len(one.documents),
+        "unit": one.unit,
+        "scored_tokens": one.scored_tokens,
+        "bytes": no_bytes if one.scored_bytes is None else one.scored_bytes,
+        "context": context_of(seq_len, stride),
+    }
 
 
 def scoring_windows(

@@ -14,7 +14,7 @@ from workbench.core.data.batches import RandomWindows, TokenWindows, WindowStrea
 from workbench.core.data.corpus import Corpus, sample_corpus, text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.errors import DataError
-from workbench.core.data.evaluation_sets import EvaluationSet, context_of, from_spans
+from workbench.core.data.evaluation_sets import EvaluationSet, facts_of, from_spans
 from workbench.core.data.split import BLOCK_TOKENS, Split, split_corpus
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -173,14 +173,7 @@ def _facts(
         },
         "data": data,
         "evaluation": {
-            name: {
-                "sha256": one.sha256,
-                "documents": len(one.documents),
-                "unit": one.unit,
-                "scored_tokens": one.scored_tokens,
-                "bytes": NO_TEXT if one.scored_bytes is None else one.scored_bytes,
-                "context": context_of(spec.training.seq_len, spec.evaluation.stride),
-            }
+            name: facts_of(one, spec.training.seq_len, spec.evaluation.stride, NO_TEXT)
             for name, one in sets.items()
         },
     }

@@ -1,0 +1,277 @@
+"""`wb eval`: scores the checkpoint of a run that has ended, and adds the numbers to its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from workbench.core.data.corpus import text_corpus
+from workbench.core.data.encoded import encode_corpus
+from workbench.core.data.errors import DataError
+from workbench.core.data.evaluation_sets import facts_of, from_corpus
+from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
+from workbench.core.device import DeviceName, make_deterministic
+from workbench.core.downstream import TaskScore, read_task, score_task, write_items
+from workbench.core.evaluate import evaluate, write_scores
+from workbench.core.load_model import LoadedModel, load_model
+from workbench.core.train import loss_settings
+from workbench.errors import UserError
+from workbench.run import tracker_for
+from workbench.spec.datasets import set_name
+from workbench.spec.load import Source, validate
+from workbench.track.additions import Write, add_to_record, find_addition, scores_file
+from workbench.track.provenance import code_facts, hardware_facts
+from workbench.track.record import Addition, RunRecord
+from workbench.track.store import RunEntry, Store
+
+Say = Callable[[str], None]
+_TEXT = {"not_applicable": "the set has no text"}
+
+
+@dataclass(frozen=True)
+class EvalOutcome:
+    """What was added to a run's record, and what stood there already; both as it stands now.
+
+    `pending` says what MLflow still lacks.
+    """
+
+    record: RunRecord
+    folder: Path
+    step: int
+    added: list[Addition]
+    already: list[Addition]
+    pending: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The machine-readable form."""
+        return {
+            "run": self.record.name,
+            "id": self.record.id,
+            "step": self.step,
+            "folder": str(self.folder),
+            "added": [one.model_dump(mode="json") for one in self.added],
+            "already": [one.model_dump(mode="json") for one in self.already],
+            "mlflow_pending": self.pending,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to score: its name in the record and its content, and how it is scored."""
+
+    name: str
+    sha256: str
+    what: str
+    score: Callable[[LoadedModel], tuple[Addition, Write]]
+
+
+def evaluate_run(
+    entry: RunEntry,
+    store: Store,
+    sets: Mapping[str, Path],
+    tasks: Sequence[Path] = (),
+    *,
+    step: int | None = None,
+    device: DeviceName | None = None,
+    say: Say = lambda line: None,
+) -> EvalOutcome:
+    """Scores the newest checkpoint of a run, or that of `step`, and adds the numbers to its record.
+
+    Every file is read before anything is scored, and everything is scored before anything is
+    written. What the record holds already is not scored again.
+
+    Raises:
+        UserError: the run is going on or has no such checkpoint, a file cannot be used, or a name
+            stands for another content in the record.
+        StoreError: the store cannot be written.
+    """
+    record = _ended(entry)
+    loaded = load_model(entry.folder, step, device)
+    if validate(Source(record.spec)) != loaded.spec:
+        message = "this checkpoint is of another spec than the run's record"
+        raise UserError.at(str(loaded.folder), message, None, "a run's files as the run wrote them")
+    tokenizer = _tokenizer(record, loaded, store)
+    jobs = [_set_job(record, tokenizer, loaded, store, *one) for one in sets.items()]
+    jobs += [_task_job(record, tokenizer, loaded, path) for path in tasks]
+    return add_scores(entry, record, store, loaded, jobs, say)
+
+
+def add_scores(
+    entry: RunEntry,
+    record: RunRecord,
+    store: Store,
+    loaded: LoadedModel,
+    jobs: Sequence[Job],
+    say: Say,
+) -> EvalOutcome:
+    """Scores what the record does not hold yet, writes it there, and feeds the tracker."""
+    if twice := [job.name for n, job in enumerate(jobs) if job.name in {j.name for j in jobs[:n]}]:
+        raise UserError.at("command line", "the same name twice", twice[0], "a name for each")
+    found = {job.name: find_addition(record, job.name, job.sha256, loaded.step) for job in jobs}
+    make_deterministic(loaded.spec.training.deterministic, loaded.model.head_weight.device)
+    scored = []
+    for job in jobs:
+        if found[job.name] is None:
+            say(f"scoring {job.name} at step {loaded.step:,}: {job.what}")
+            scored.append(job.score(loaded))
+    pending = None
+    if scored:
+        record = add_to_record(entry.folder, scored)
+        tracker = tracker_for(loaded.spec, store)
+        tracker.start(record, entry.folder)
+        pending = tracker.finish(record, say)
+    names = {added.name for added, _ in scored}
+    kept = [find_addition(record, job.name, job.sha256, loaded.step) for job in jobs]
+    present = [one for one in kept if one is not None]
+    return EvalOutcome(
+        record,
+        entry.folder,
+        loaded.step,
+        [one for one in present if one.name in names],
+        [one for one in present if one.name not in names],
+        pending,
+    )
+
+
+def render(outcome: EvalOutcome) -> str:
+    """What was added, for a person."""
+    lines = [f"{outcome.record.name}, checkpoint of step {outcome.step:,}"]
+    for title, additions in (("added", outcome.added), ("already there", outcome.already)):
+        for one in additions:
+            lines.append(f"  {title}: {one.name}  ({_size(one)})")
+            width = max(map(len, one.values))
+            lines += [f"    {name.ljust(width)}  {value:.6f}" for name, value in one.values.items()]
+    lines.append(f"in {outcome.folder / 'run_config.json'}")
+    return "\n".join(lines)
+
+
+def addition(
+    name: str,
+    loaded: LoadedModel,
+    source: str,
+    sha256: str,
+    values: Mapping[str, float | None],
+    facts: dict[str, Any],
+) -> Addition:
+    """What the record keeps of one set or task, scored now."""
+    model, code = loaded.model, code_facts()
+    hardware = hardware_facts(model.head_weight.device)
+    return Addition(
+        name=name,
+        step=loaded.step,
+        tokens=loaded.tokens,
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=source,
+        sha256=sha256,
+        checkpoint_sha256=loaded.sha256,
+        values={key: value for key, value in values.items() if value is not None},
+        facts=facts,
+        ran={
+            "package_sha256": code.package_sha256,
+            "version": code.version,
+            "compute_dtype": str(model.precision.compute).removeprefix("torch."),
+            "matmul": model.precision.describe(),
+            "device_type": hardware.device_type,
+            "device_name": hardware.device_name,
+            "torch": hardware.torch,
+        },
+        scores=scores_file(name, loaded.step),
+    )
+
+
+def _ended(entry: RunEntry) -> RunRecord:
+    if entry.record is None:
+        raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
+    if entry.status == "RUNNING":
+        raise UserError.at(str(entry.folder), "this run is still going", None, "a run that ended")
+    return entry.record
+
+
+def _tokenizer(record: RunRecord, loaded: LoadedModel, store: Store) -> Tokenizer:
+    """The tokenizer that the run's text was encoded with, by content."""
+    wanted, spec = record.effective.tokenizer, loaded.spec.tokenizer
+    name = spec.name or wanted.name
+    if name is None or not isinstance(wanted.sha256, str):
+        message = "text cannot be encoded as the run's was: its tokenizer is not known"
+        raise UserError.at(f"{record.name}: effective.tokenizer", message, name)
+    tokenizer = load_tokenizer(name, spec.path, store.cache / "tiktoken")
+    if tokenizer.content_sha256 != wanted.sha256:
+        message = f"the tokenizer {name!r} is not the one the run was trained with"
+        raise UserError.at(
+            f"{record.name}: effective.tokenizer.sha256",
+            message,
+            tokenizer.content_sha256,
+            wanted.sha256,
+        )
+    return tokenizer
+
+
+def _set_job(
+    record: RunRecord,
+    tokenizer: Tokenizer,
+    loaded: LoadedModel,
+    store: Store,
+    name: str,
+    path: Path,
+) -> Job:
+    data, spec = loaded.spec.data, loaded.spec
+    try:
+        corpus = text_corpus(str(path), data.text_field or "text", data.text_unit or "auto")
+    except DataError as error:
+        raise _renamed(error, name) from None
+    encoded = encode_corpus(corpus, tokenizer, store.cache / "corpus")
+    # Nothing was shown about these documents and the training text.
+    full_name = set_name(name).replace("held_out.", "unproven.", 1)
+    documents = from_corpus(full_name, encoded, tokenizer.eod_id)
+    seq_len, stride = spec.training.seq_len, spec.evaluation.stride
+    facts = facts_of(documents, seq_len, stride, _TEXT)
+
+    def score(loaded: LoadedModel) -> tuple[Addition, Write]:
+        found = evaluate(loaded.model, documents, seq_len, loss_settings(spec), stride=stride)
+        added = addition(full_name, loaded, corpus.source, documents.sha256, found.values(), facts)
+        return added, lambda file: write_scores([found], file)
+
+    what = f"{len(documents.documents):,} documents, {documents.scored_tokens:,} tokens"
+    return Job(full_name, documents.sha256, what, score)
+
+
+def _task_job(record: RunRecord, tokenizer: Tokenizer, loaded: LoadedModel, path: Path) -> Job:
+    task = read_task(path)
+    spec = loaded.spec
+
+    def score(loaded: LoadedModel) -> tuple[Addition, Write]:
+        settings, window = loss_settings(spec), spec.training.seq_len
+        found = score_task(loaded.model, task, tokenizer, window, settings)
+        added = addition(
+            found.name, loaded, path.name, task.sha256, found.values(), _task_facts(found, window)
+        )
+        return added, lambda file: write_items(found, file)
+
+    return Job(f"downstream/{task.name}", task.sha256, f"{len(task.items):,} items", score)
+
+
+def _task_facts(score: TaskScore, seq_len: int) -> dict[str, Any]:
+    return {
+        "items": len(score.items),
+        "scored_tokens": sum(sum(one.tokens) for one in score.items),
+        "bytes": sum(sum(one.bytes) for one in score.items),
+        "context": f"starts with the end-of-document id; the last {seq_len} tokens",
+        "merged": score.merged,
+        "truncated": score.truncated,
+    }
+
+
+def _renamed(error: DataError, name: str) -> DataError:
+    """The error of a text file, at the option that named it."""
+    first = error.faults[0]
+    if first.place != "data.text_file":
+        return error
+    return DataError.at(f"--set {name}", first.message, first.value, first.allowed)
+
+
+def _size(one: Addition) -> str:
+    unit = "items" if "items" in one.facts else "documents"
+    return f"{one.facts.get(unit, 0):,} {unit}, sha256 {one.sha256[:12]}"
