@@ -100,7 +100,8 @@ def at_once(name: str) -> set[str]:
 
 def test_the_command_line_loads_nothing_heavy_by_itself() -> None:
     heavy = {"torch", "mlflow", "pandas", "matplotlib", "numpy", "pydantic", "scipy", "rich"}
-    assert not (at_once("workbench.cli") | at_once("workbench.commands")) & heavy
+    for name in ("cli", "commands", "eval_command", "answers"):
+        assert not at_once(f"workbench.{name}") & heavy, name
 
 
 @pytest.mark.parametrize("name", modules_of("workbench.core"))

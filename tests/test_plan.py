@@ -16,10 +16,10 @@ from tiny_runs import tiny_spec
 
 from workbench import commands
 from workbench import plan as planning
+from workbench.answers import Answer
 from workbench.bench import measure as benching
 from workbench.bench import store as bench_store
 from workbench.bench.store import MOST_KEPT, find_bench, keep_bench, step_settings, torch_version
-from workbench.commands import Answer
 from workbench.core.counts import count_parameters, flops_per_token
 from workbench.core.footprint import checkpoint_bytes, footprint
 from workbench.core.precision import choose_precision

@@ -90,7 +90,8 @@ def _guarded(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from workbench.commands import Answer, call
+    from workbench.answers import Answer
+    from workbench.commands import call
 
     answer = call(arguments or ["--help"])
     if not isinstance(answer, Answer):

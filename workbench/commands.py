@@ -10,30 +10,18 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from workbench.answers import Answer, AsJson, Debug, readable, say
 from workbench.errors import StoreError, UserError
+from workbench.eval_command import evaluate
 from workbench.output import write_document, write_line
 
 if TYPE_CHECKING:
     from workbench.spec.run import RunSpec
-    from workbench.track.store import RunEntry
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command says on standard output, text or a JSON document, and its exit code.
-
-    None: it has said everything itself.
-    """
-
-    content: str | dict[str, Any] | None
-    exit_code: int = 0
-
 
 app = typer.Typer(
     name="wb",
@@ -44,8 +32,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Treatment = Annotated[
     list[str] | None,
     typer.Option(
@@ -156,7 +142,7 @@ def compare(
     from workbench.track.store import Store
 
     store = Store()
-    entries = [_readable(store.find_run(text)) for text in (a, b)]
+    entries = [readable(store.find_run(text)) for text in (a, b)]
     statuses = [entry.status or "RUNNING" for entry in entries]
     comparison = compare_runs(
         entries[0].folder,
@@ -174,42 +160,7 @@ def compare(
     return Answer(render_terminal(comparison, color=_in_colour()), exit_code)
 
 
-@app.command("eval")
-def evaluate(
-    run: Annotated[str, typer.Argument(help="A run that ended: name, id, or unique prefix.")],
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=PATH", help="Text to score: file, folder or glob."),
-    ] = None,
-    task: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Multiple choice, as JSON lines. Repeatable."),
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(min=1, help="The checkpoint of this step; default: the newest.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto, cpu, cuda or mps; default: as the run's spec says.")
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> Answer:
-    """Score a run's checkpoint on further text and tasks; the numbers join its record."""
-    from workbench.process import prepare_process
-
-    named = parse_sets(sets)
-    if not (named or task):
-        raise UserError.at("command line", "nothing to score is named", None, "--set or --task")
-    prepare_process()  # before torch is loaded
-    from workbench.core.device import device_named
-    from workbench.evaluate_run import evaluate_run, render
-    from workbench.track.store import Store
-
-    store = Store()
-    entry = _readable(store.find_run(run))
-    chosen = device_named(device) if device else None
-    outcome = evaluate_run(entry, store, named, task or [], step=step, device=chosen, say=_say)
-    return Answer(outcome.to_json() if as_json else render(outcome))
+app.command("eval")(evaluate)
 
 
 @app.command("list")
@@ -233,7 +184,7 @@ def show(
     from workbench.track.store import Store
     from workbench.views import run_page
 
-    entry = _readable(Store().find_run(run))
+    entry = readable(Store().find_run(run))
     assert entry.record
     if as_json:
         more = {"status": entry.status, "folder": str(entry.folder)}
@@ -304,11 +255,11 @@ def bench(
         other = load_spec(compare, compare_set)
     elif compare_set:
         other = load_spec(spec, [*(overrides or []), *compare_set])
-    result = measure(ours, rounds, steps, max_seconds, _say, other=other, trace=profile)
+    result = measure(ours, rounds, steps, max_seconds, say, other=other, trace=profile)
     try:
         keep_bench(ours, result, Store())  # for the expected time of `wb plan`
     except StoreError as error:
-        _say(f"the result is not kept for wb plan: {error}")
+        say(f"the result is not kept for wb plan: {error}")
     return Answer(result if as_json else render(result))
 
 
@@ -338,17 +289,6 @@ def plan(
     return Answer("\n\n".join(map(render, plans)))
 
 
-def _readable(entry: RunEntry) -> RunEntry:
-    """The entry of a run with a record.
-
-    Raises:
-        UserError: it has none, or a damaged one.
-    """
-    if entry.record is None:
-        raise UserError.at(str(entry.folder), f"this run has no readable record: {entry.fault}")
-    return entry
-
-
 def _program() -> str:
     """How the user can call `wb` again: by name where that finds it, else as it was called."""
     called = sys.argv[0]
@@ -372,24 +312,6 @@ def parse_allow(pairs: list[str] | None) -> dict[str, str]:
             raise UserError.at("--allow", message, pair, "RULE=reason")
         allowed[rule] = reason.strip()
     return allowed
-
-
-def parse_sets(pairs: list[str] | None) -> dict[str, Path]:
-    """`NAME=PATH` options as a mapping.
-
-    Raises:
-        UserError: one has no name or no path, or a name stands twice.
-    """
-    named: dict[str, Path] = {}
-    for pair in pairs or []:
-        name, _, path = pair.partition("=")
-        if not any(letter.isascii() and letter.isalnum() for letter in name) or not path:
-            message = "a set needs a name with a letter or digit, and a path"
-            raise UserError.at("--set", message, pair, "NAME=PATH")
-        if name in named:
-            raise UserError.at("--set", "the same name twice", name, "a name for each")
-        named[name] = Path(path)
-    return named
 
 
 def call(arguments: Sequence[str]) -> Answer | int:
@@ -417,10 +339,6 @@ def _dry_run(spec: RunSpec, as_json: bool) -> Answer:
 
     counted = plan(spec, Store())
     return Answer(counted if as_json else render_plan(counted))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _in_colour() -> bool:

@@ -59,13 +59,23 @@ class EvalOutcome:
 
 
 @dataclass(frozen=True)
+class OpenRun:
+    """A run that has ended, its model at one step, and its tokenizer."""
+
+    folder: Path
+    record: RunRecord
+    loaded: LoadedModel
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
 class Job:
     """One thing to score: its name in the record and its content, and how it is scored."""
 
     name: str
     sha256: str
     what: str
-    score: Callable[[LoadedModel], tuple[Addition, Write]]
+    score: Callable[[], tuple[Addition, Write]]
 
 
 def evaluate_run(
@@ -74,12 +84,15 @@ def evaluate_run(
     sets: Mapping[str, Path],
     tasks: Sequence[Path] = (),
     *,
+    harness: Sequence[str] = (),
+    include_path: Path | None = None,
     step: int | None = None,
     device: DeviceName | None = None,
     say: Say = lambda line: None,
 ) -> EvalOutcome:
     """Scores the newest checkpoint of a run, or that of `step`, and adds the numbers to its record.
 
+    `harness` names tasks of lm-evaluation-harness, `include_path` a folder of their definitions.
     Every file is read before anything is scored, and everything is scored before anything is
     written. What the record holds already is not scored again.
 
@@ -88,47 +101,57 @@ def evaluate_run(
             stands for another content in the record.
         StoreError: the store cannot be written.
     """
+    run = open_run(entry, store, step, device)
+    jobs = [_set_job(run, store, *one) for one in sets.items()]
+    jobs += [_task_job(run, path) for path in tasks]
+    if harness:
+        from workbench.lm_eval_jobs import harness_jobs
+
+        jobs += harness_jobs(run, harness, include_path, say)
+    return _add_scores(run, store, jobs, say)
+
+
+def open_run(
+    entry: RunEntry, store: Store, step: int | None = None, device: DeviceName | None = None
+) -> OpenRun:
+    """The model and the tokenizer of a run that has ended, each shown to be the run's.
+
+    Raises:
+        UserError: the run is going on, has no such checkpoint or a damaged one, or its tokenizer
+            cannot be had.
+    """
     record = _ended(entry)
     loaded = load_model(entry.folder, step, device)
     if validate(Source(record.spec)) != loaded.spec:
         message = "this checkpoint is of another spec than the run's record"
         raise UserError.at(str(loaded.folder), message, None, "a run's files as the run wrote them")
-    tokenizer = _tokenizer(record, loaded, store)
-    jobs = [_set_job(record, tokenizer, loaded, store, *one) for one in sets.items()]
-    jobs += [_task_job(record, tokenizer, loaded, path) for path in tasks]
-    return add_scores(entry, record, store, loaded, jobs, say)
+    make_deterministic(loaded.spec.training.deterministic, loaded.model.head_weight.device)
+    return OpenRun(entry.folder, record, loaded, _tokenizer(record, loaded, store))
 
 
-def add_scores(
-    entry: RunEntry,
-    record: RunRecord,
-    store: Store,
-    loaded: LoadedModel,
-    jobs: Sequence[Job],
-    say: Say,
-) -> EvalOutcome:
+def _add_scores(run: OpenRun, store: Store, jobs: Sequence[Job], say: Say) -> EvalOutcome:
     """Scores what the record does not hold yet, writes it there, and feeds the tracker."""
+    record, loaded = run.record, run.loaded
     if twice := [job.name for n, job in enumerate(jobs) if job.name in {j.name for j in jobs[:n]}]:
         raise UserError.at("command line", "the same name twice", twice[0], "a name for each")
     found = {job.name: find_addition(record, job.name, job.sha256, loaded.step) for job in jobs}
-    make_deterministic(loaded.spec.training.deterministic, loaded.model.head_weight.device)
     scored = []
     for job in jobs:
         if found[job.name] is None:
             say(f"scoring {job.name} at step {loaded.step:,}: {job.what}")
-            scored.append(job.score(loaded))
+            scored.append(job.score())
     pending = None
     if scored:
-        record = add_to_record(entry.folder, scored)
+        record = add_to_record(run.folder, scored)
         tracker = tracker_for(loaded.spec, store)
-        tracker.start(record, entry.folder)
+        tracker.start(record, run.folder)
         pending = tracker.finish(record, say)
     names = {added.name for added, _ in scored}
     kept = [find_addition(record, job.name, job.sha256, loaded.step) for job in jobs]
     present = [one for one in kept if one is not None]
     return EvalOutcome(
         record,
-        entry.folder,
+        run.folder,
         loaded.step,
         [one for one in present if one.name in names],
         [one for one in present if one.name not in names],
@@ -209,14 +232,8 @@ def _tokenizer(record: RunRecord, loaded: LoadedModel, store: Store) -> Tokenize
     return tokenizer
 
 
-def _set_job(
-    record: RunRecord,
-    tokenizer: Tokenizer,
-    loaded: LoadedModel,
-    store: Store,
-    name: str,
-    path: Path,
-) -> Job:
+def _set_job(run: OpenRun, store: Store, name: str, path: Path) -> Job:
+    loaded, tokenizer = run.loaded, run.tokenizer
     data, spec = loaded.spec.data, loaded.spec
     try:
         corpus = text_corpus(str(path), data.text_field or "text", data.text_unit or "auto")
@@ -229,7 +246,7 @@ def _set_job(
     seq_len, stride = spec.training.seq_len, spec.evaluation.stride
     facts = facts_of(documents, seq_len, stride, _TEXT)
 
-    def score(loaded: LoadedModel) -> tuple[Addition, Write]:
+    def score() -> tuple[Addition, Write]:
         found = evaluate(loaded.model, documents, seq_len, loss_settings(spec), stride=stride)
         added = addition(full_name, loaded, corpus.source, documents.sha256, found.values(), facts)
         return added, lambda file: write_scores([found], file)
@@ -238,11 +255,11 @@ def _set_job(
     return Job(full_name, documents.sha256, what, score)
 
 
-def _task_job(record: RunRecord, tokenizer: Tokenizer, loaded: LoadedModel, path: Path) -> Job:
+def _task_job(run: OpenRun, path: Path) -> Job:
     task = read_task(path)
-    spec = loaded.spec
+    loaded, spec, tokenizer = run.loaded, run.loaded.spec, run.tokenizer
 
-    def score(loaded: LoadedModel) -> tuple[Addition, Write]:
+    def score() -> tuple[Addition, Write]:
         settings, window = loss_settings(spec), spec.training.seq_len
         found = score_task(loaded.model, task, tokenizer, window, settings)
         added = addition(
