@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.compare.added import added_numbers
 from workbench.compare.measurements import Metrics, RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, scores_path
 from workbench.compare.stats import DRAWS, document_interval
@@ -120,6 +121,10 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
             numbers[f"{name}/perplexity"] = Number(
                 values[0], values[1], "1", "nll", what="exp of the NLL"
             )
+    for name, fields in added_numbers(a, b, tokens, refused).items():
+        if found := fields.pop("documents", None):
+            fields["documents"] = Documents(*found)
+        numbers[name] = Number(**fields)
     numbers |= _of_training(a, b, tokens, refused)
     return Results(numbers, series)
 
