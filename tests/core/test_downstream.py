@@ -18,7 +18,10 @@ from workbench.core import downstream
 from workbench.core.data.errors import DataError
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 from workbench.core.downstream import (
+    Item,
+    ItemScore,
     Task,
+    TaskScore,
     encode_choices,
     read_task,
     row_of,
@@ -114,6 +117,22 @@ def test_scores_are_those_of_each_byte_by_hand(
     assert values["downstream/made-up/acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 4))
     assert values["downstream/made-up/items"] == 5
     assert (score.merged, score.truncated) == (0, 0)
+
+
+def test_predictions_by_hand() -> None:
+    """Whole: the second; by byte the first; by token it would be the second. Ties: the first."""
+    item = Item("x", ("abcdefgh", "xy"), 0, (" ", " "), 1)
+    one = ItemScore(item, (-9.0, -8.0), (3, 8), False, False)
+    assert (one.predicted, one.predicted_norm) == (1, 0)
+    even = ItemScore(item, (-8.0, -8.0), (3, 8), False, False)
+    assert even.predicted == 0
+    task = Task("made-up", Path("made-up.jsonl"), (item,))
+    values = TaskScore(task, (one,)).values()
+    assert values == {
+        "downstream/made-up/acc": 0.0,
+        "downstream/made-up/acc_norm": 1.0,
+        "downstream/made-up/items": 1.0,  # of one item there is no standard error
+    }
 
 
 def test_no_batch_size_or_order_changes_a_score(
