@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.core.data.encoded import EncodedCorpus
+from workbench.core.data.corpus import Corpus
+from workbench.core.data.encoded import EncodedCorpus, encode_corpus
 from workbench.core.data.evaluation_sets import (
     IGNORED,
     EvaluationSet,
     context_of,
+    facts_of,
+    from_corpus,
     from_spans,
     scoring_batches,
     scoring_windows,
@@ -184,6 +189,39 @@ def test_documents_of_a_split_are_scored_as_their_text(
     assert texts == [byte_tokenizer.decode(ids) for ids in one.documents]
     assert set(texts) <= set(words(100))
     assert one.scored_tokens == one.scored_bytes == split.counts["held_out_tokens"]
+
+
+def test_a_whole_corpus_is_a_set_of_its_texts_with_their_bytes(
+    small: Tokenizer, corpus_of: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    """Each text once, in hash order; bytes are those of UTF-8, whatever the tokens are."""
+    texts = [
+        "the river and the tree",
+        "\u65e5\u672c\u8a9e caf\u00e9",
+        "a",
+        "the river and the tree",
+    ]
+    encoded = encode_corpus(corpus_of(*texts), small, tmp_path)
+    one = from_corpus("unproven.x", encoded, small.eod_id)
+    distinct = sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest())
+    assert [small.decode(ids) for ids in one.documents] == distinct
+    sizes = [len(text.encode()) for text in distinct]
+    assert one.byte_counts is not None
+    assert one.byte_counts.tolist() == sizes
+    assert one.scored_bytes == sum(sizes) not in (one.scored_tokens, sum(map(len, distinct)))
+    facts = facts_of(one, 32, 8, {"not_applicable": "no text"})
+    assert facts == {
+        "sha256": one.sha256,
+        "documents": 3,
+        "unit": "document",
+        "scored_tokens": sum(map(len, one.documents)),
+        "bytes": sum(sizes),
+        "context": context_of(32, 8),
+    }
+    without = replace(one, byte_counts=None)
+    assert facts_of(without, 32, None, {"not_applicable": "no text"})["bytes"] == {
+        "not_applicable": "no text"
+    }
 
 
 def test_a_tail_is_scored_whole_in_blocks(
