@@ -25,6 +25,7 @@ from workbench.core.losses import LossSettings
 from workbench.errors import StoreError, UserError
 from workbench.evaluate_run import EvalOutcome, evaluate_run
 from workbench.run import RunOutcome
+from workbench.spec.run import RunSpec
 from workbench.track import additions
 from workbench.track.events import MemoryTracker
 from workbench.track.record import Addition, read_record, write_record
@@ -247,6 +248,25 @@ def test_a_full_disk_leaves_the_record_as_it_was(
     monkeypatch.undo()
     assert lock_run(world.run), "the lock was given back"
     release_run(world.run)
+
+
+def test_the_tracker_is_reached_where_it_is_now(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded address lacks its credentials."""
+    asked = []
+
+    def tracker_for(spec: RunSpec, store: Store) -> MemoryTracker:
+        asked.append(spec.tracking.uri)
+        return world.tracker
+
+    monkeypatch.setattr(module, "tracker_for", tracker_for)
+    world.eval({}, world.task())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@localhost:1")
+    world.eval({}, world.task("dogs.jsonl"))
+    assert asked == [None, "http://user:secret@localhost:1"]
+    assert world.tracker.finished
+    assert b"secret" not in b"".join(world.files().values())
 
 
 def made_up(name: str, sha256: str = "a" * 64, step: int = 4) -> tuple[Addition, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from workbench.errors import UserError
 from workbench.run import tracker_for
 from workbench.spec.datasets import set_name
 from workbench.spec.load import Source, validate
+from workbench.spec.run import RunSpec
 from workbench.track.additions import Write, add_to_record, find_addition, scores_file
 from workbench.track.provenance import code_facts, hardware_facts
 from workbench.track.record import Addition, RunRecord
@@ -143,7 +145,7 @@ def _add_scores(run: OpenRun, store: Store, jobs: Sequence[Job], say: Say) -> Ev
     pending = None
     if scored:
         record = add_to_record(run.folder, scored)
-        tracker = tracker_for(loaded.spec, store)
+        tracker = tracker_for(_tracked(loaded.spec), store)
         tracker.start(record, run.folder)
         pending = tracker.finish(record, say)
     names = {added.name for added, _ in scored}
@@ -203,6 +205,13 @@ def addition(
         },
         scores=scores_file(name, loaded.step),
     )
+
+
+def _tracked(spec: RunSpec) -> RunSpec:
+    """The spec with the address at which MLflow can be reached now: a recorded one lacks its
+    credentials, so that of the environment goes first."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or spec.tracking.uri
+    return spec.model_copy(update={"tracking": spec.tracking.model_copy(update={"uri": uri})})
 
 
 def _ended(entry: RunEntry) -> RunRecord:
