@@ -27,6 +27,7 @@ from tiny_runs import tiny_parts, tiny_spec, untracked_run
 from torch import Tensor
 from track.tracked_runs import assert_equal_to_file
 
+from workbench import recorder
 from workbench import run as runner
 from workbench.cli import _guarded
 from workbench.compare.facts import facts_of_record, is_known
@@ -588,7 +589,7 @@ def test_a_signal_cuts_an_evaluation_short(
 ) -> None:
     """In the one before the first update, in the second set of step 2, and after the last."""
     calls = [0]
-    evaluate = runner.evaluate
+    evaluate = recorder.evaluate
 
     def interrupted(*arguments: Any) -> Any:
         calls[0] += 1
@@ -596,7 +597,7 @@ def test_a_signal_cuts_an_evaluation_short(
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(runner, "evaluate", interrupted)
+    monkeypatch.setattr(recorder, "evaluate", interrupted)
     outcome = untracked_run(tiny_spec(tmp_path), Store(tmp_path / "mlruns"))
     assert calls[0] == call, "the evaluation went on"
     assert outcome.exit_code == 130

@@ -21,6 +21,7 @@ from workbench.eval_command import evaluate
 from workbench.output import write_document, write_line
 
 if TYPE_CHECKING:
+    from workbench.resume import ResumeRequest
     from workbench.spec.run import RunSpec
 
 app = typer.Typer(
@@ -58,6 +59,21 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Resolve, validate, print counts, stop.")
     ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[RUN|PATH]",
+            help="Go on with a run from its newest checkpoint, or from that of a path; "
+            "alone: with the run that the spec names.",
+        ),
+    ] = None,
+    force_resume: Annotated[
+        str | None,
+        typer.Option(metavar="REASON", help="Go on although the guard refuses; it is recorded."),
+    ] = None,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="With --resume RUN or PATH: a new run from there.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
@@ -84,7 +100,8 @@ def run(
         else:
             write_line(closing_lines(outcome.record, outcome.folder, store, curve, _program()))
 
-    outcome = runner.run(resolved, store, sys.argv[1:], quiet=as_json, ended=ended)
+    request = _resume_request(resume, force_resume, fork)
+    outcome = runner.run(resolved, store, sys.argv[1:], as_json, ended, request)
     return Answer(None, outcome.exit_code)
 
 
@@ -326,11 +343,40 @@ def call(arguments: Sequence[str]) -> Answer | int:
     # Not by `app(...)`, which makes exit codes of its own out of an interrupt and a broken pipe.
     command = typer.main.get_command(app)
     try:
-        with command.make_context("wb", list(arguments)) as context:
+        with command.make_context("wb", with_resume_source(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as end:
         return end.exit_code
     return result if isinstance(result, Answer | int) else 0
+
+
+OWN_RUN = "-"  # what `--resume` alone stands for; no run can be called so
+
+
+def with_resume_source(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the value that `--resume` alone stands for put after it."""
+    given = list(arguments)
+    for index, word in enumerate(given):
+        if word != "--resume":
+            continue
+        after = given[index + 1] if index + 1 < len(given) else "-"
+        is_source = not (after.startswith("-") or "=" in after or after.endswith((".yaml", ".yml")))
+        return given if is_source else [*given[: index + 1], OWN_RUN, *given[index + 1 :]]
+    return given
+
+
+def _resume_request(resume: str | None, force: str | None, fork: bool) -> ResumeRequest | None:
+    from workbench.resume import ResumeRequest
+
+    if resume is None and (force is not None or fork):
+        option, value = ("--fork", None) if fork else ("--force-resume", force)
+        raise UserError.at(option, "there is nothing to go on with", value, "--resume with it")
+    if force is not None and fork:
+        message = "a fork is a new run, and may differ in all but its model and data"
+        raise UserError.at("--force-resume", message, force, "--fork alone")
+    if resume is None:
+        return None
+    return ResumeRequest(None if resume == OWN_RUN else resume, force, fork)
 
 
 def _dry_run(spec: RunSpec, as_json: bool) -> Answer:

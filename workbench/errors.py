@@ -54,6 +54,12 @@ class TrainingStoppedError(UserError):
     exit_code = 4
 
 
+class RefusedError(UserError):
+    """What was asked is valid, and the workbench will not do it: the numbers would not hold."""
+
+    exit_code = 3
+
+
 class StoreError(UserError):
     """The store could not be read or written: disk full, read-only, unreachable."""
 

@@ -7,14 +7,12 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from workbench.core import liger
-from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
 from workbench.core.data.batches import TokenDigest
 from workbench.core.data.loading import Data, load_data
@@ -24,10 +22,8 @@ from workbench.core.device import (
     make_deterministic,
     require_compiler,
 )
-from workbench.core.evaluate import evaluate, write_scores
 from workbench.core.liger import choose_loss_backend
 from workbench.core.losses import linear_cross_entropy
-from workbench.core.memory import peak_bytes
 from workbench.core.model import (
     TrainingForward,
     build_model,
@@ -45,30 +41,22 @@ from workbench.core.schedules import RateTrace, is_evaluated, is_logged, last_st
 from workbench.core.telemetry import ExpertWatch
 from workbench.core.train import (
     Loss,
-    StepResult,
     TrainState,
-    loss_settings,
-    require_finite_weights,
     train,
 )
 from workbench.errors import StoreError
 from workbench.foresee import recorded
 from workbench.progress import Reporter
+from workbench.recorder import Recorder, now
+from workbench.resume import Beginning, ResumeRequest, take_up
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
-from workbench.step_columns import rates_of, terms_of
 from workbench.track.events import Tracker
 from workbench.track.feeder import MlflowTracker, patience
-from workbench.track.journal import Journal, columns
-from workbench.track.layer_table import LayerTable
-from workbench.track.provenance import code_facts, hardware_facts, provenance, redact
-from workbench.track.record import Effective, IntervalFacts, Point, RunRecord, Status, write_record
-from workbench.track.store import METRICS, RECORD, Store, release_run, storing
-
-# Steps whose time is not counted: compilation, first touches of memory, caches filling. A run with
-# too few beside them has no throughput, and the interval stays unknown: it could have had one.
-WARM_UP_STEPS = 10
-LEAST_TIMED_STEPS = 5
+from workbench.track.journal import columns
+from workbench.track.provenance import code_facts, hardware_facts, provenance
+from workbench.track.record import Effective, RunRecord
+from workbench.track.store import Store, release_run
 
 
 @dataclass(frozen=True)
@@ -159,21 +147,37 @@ def run(
     command: list[str],
     quiet: bool = False,
     ended: Callable[[RunOutcome], None] = lambda outcome: None,
+    resume: ResumeRequest | None = None,
 ) -> RunOutcome:
     """Trains one run to its end and records it, whatever the end is.
 
-    `ended` is called when the end is recorded, before the wait for the tracker.
+    `ended` is called when the end is recorded, before the wait for the tracker. With `resume` an
+    earlier run goes on, or a new one goes on from its checkpoint.
 
     Raises:
         UserError: before training, with nothing written; or a TrainingStoppedError or StoreError
             after it began, with the run recorded as FAILED (KILLED, where it was being stopped).
+        RefusedError: the run may not go on, since something that decides its numbers has changed.
     """
     parts = build(spec, store)
     reporter = Reporter(parts.steps, quiet)
     with StopRequests() as stop:
-        folder = store.create_run(spec.name)
+        beginning = _begin(parts, store, command, resume, reporter.say)
+        if beginning.nothing_to_do:
+            outcome = RunOutcome(beginning.record, beginning.folder, 0)
+            release_run(beginning.folder)
+            ended(outcome)
+            return outcome
+        folder = beginning.folder
         try:
-            recorder = Recorder(parts, folder, command, tracker_for(spec, store))
+            recorder = Recorder(
+                parts,
+                folder,
+                beginning.record,
+                beginning.journal(columns(list(parts.data.evaluation_sets))),
+                tracker_for(spec, store),
+                beginning.row,
+            )
         except BaseException:
             store.discard_run(folder)
             raise
@@ -190,6 +194,46 @@ def run(
             recorder.close()
             recorder.wait_for_tracker(reporter.say)
     return outcome
+
+
+def _begin(
+    parts: Components,
+    store: Store,
+    command: list[str],
+    request: ResumeRequest | None,
+    say: Callable[[str], None],
+) -> Beginning:
+    """Claims the folder of a new run, or takes up an earlier one where its checkpoint was saved."""
+    record = _new_record(parts, command)
+    if request is not None:
+        found = take_up(request, record, parts.spec, parts.state, parts.steps, store, say)
+        if found is not None:
+            return found
+    return Beginning(store.create_run(parts.spec.name), record)
+
+
+def _new_record(parts: Components, command: list[str]) -> RunRecord:
+    spec = parts.spec
+    return RunRecord(
+        id=uuid.uuid4().hex,
+        name=spec.name,
+        status="RUNNING",
+        started=now(),
+        spec=recorded(spec),
+        spec_sha256=spec_hash(spec),
+        effective=parts.effective,
+        provenance=provenance(command),
+        git_commit=parts.effective.code.git_commit,
+        params=parts.effective.parameters.total,
+        parameter_table=[asdict(row) for row in parts.table],
+        tokens_per_step=spec.tokens_per_step,
+        total_tokens=spec.tokens_per_step * parts.steps,
+        backend={"backend": device_kind(parts.device), "distributed": None},
+        model_config_={
+            **spec.model.model_dump(mode="json"),
+            "vocab_size": parts.data.tokenizer.vocab_size,
+        },
+    )
 
 
 def _train_and_record(
@@ -229,7 +273,8 @@ def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: Stop
     spec, steps = parts.spec, parts.steps
     saved = time.monotonic()
 
-    recorder.evaluation(stop.check, reporter)
+    if recorder.owes_evaluation:
+        recorder.evaluation(stop.check, reporter)
     for result in train(spec, parts.state, parts.forward, parts.loss):
         step = result.step
         last, logged = step == steps, is_logged(spec, step, steps)
@@ -247,162 +292,6 @@ def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: Stop
             stop.check()
     if unused := parts.state.watch.unused:
         reporter.say(f"warning: unused experts, no token reached them: {', '.join(unused)}")
-
-
-class Recorder:
-    """Writes what happens in one run: metrics first, then the record, then whoever listens."""
-
-    def __init__(
-        self, parts: Components, folder: Path, command: list[str], tracker: Tracker
-    ) -> None:
-        spec = parts.spec
-        self._parts, self._folder, self._tracker = parts, folder, tracker
-        self._row: dict[str, float | int | None] = {}
-        self._layers = LayerTable(folder)
-        self._since_log: list[StepResult] = []
-        self._timed_seconds = 0.0
-        self._timed_tokens = 0
-        self._began = time.monotonic()
-        self.record = RunRecord(
-            id=uuid.uuid4().hex,
-            name=spec.name,
-            status="RUNNING",
-            started=_now(),
-            spec=recorded(spec),
-            spec_sha256=spec_hash(spec),
-            effective=parts.effective,
-            provenance=provenance(command),
-            git_commit=parts.effective.code.git_commit,
-            params=parts.effective.parameters.total,
-            parameter_table=[asdict(row) for row in parts.table],
-            tokens_per_step=spec.tokens_per_step,
-            total_tokens=spec.tokens_per_step * parts.steps,
-            backend={"backend": device_kind(parts.device), "distributed": None},
-            model_config_={
-                **spec.model.model_dump(mode="json"),
-                "vocab_size": parts.data.tokenizer.vocab_size,
-            },
-        )
-        # The record last: a folder without one never was a run, and is removed again.
-        self._journal = Journal(folder / METRICS, columns(list(parts.data.evaluation_sets)))
-        self._write_record()
-        tracker.start(self.record, folder)
-
-    def step(self, result: StepResult, logged: bool) -> None:
-        """Counts an update, and puts it into the step's row when it is to be logged."""
-        if result.step > WARM_UP_STEPS:
-            self._timed_seconds += result.seconds
-            self._timed_tokens += self._parts.spec.tokens_per_step
-        self._since_log.append(result)
-        if not logged:
-            return
-        seconds = sum(one.seconds for one in self._since_log)
-        tokens = self._parts.spec.tokens_per_step * len(self._since_log)
-        self._row |= {
-            "step": result.step,
-            "tokens": result.tokens,
-            "train/nll": result.nll,
-            "train/objective": result.objective,
-            "train/smoothing": result.smoothing,
-            "train/z_loss": result.z_loss,
-            "grad_norm": result.grad_norm,
-            **rates_of(result),
-            **terms_of(result),
-            **(result.experts.totals if result.experts else {}),
-            # The first step's time is compilation and page faults, not training.
-            "tokens_per_s": tokens / seconds if result.step > 1 else None,
-            "step_seconds": seconds / len(self._since_log),
-            "peak_memory_gb": peak_bytes(self._parts.device) / 1e9,
-        }
-        if result.experts:
-            self._layers.add(result.step, result.tokens, result.experts.rows)
-        self._since_log = []
-
-    def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
-        """Scores every evaluation set at the present step, and proves where the run stands."""
-        parts, state = self._parts, self._parts.state
-        spec = parts.spec
-        require_finite_weights(state)
-        scores = [
-            evaluate(
-                state.model,
-                documents,
-                spec.training.seq_len,
-                loss_settings(spec),
-                between,
-                spec.evaluation.stride,
-            )
-            for documents in parts.data.evaluation_sets.values()
-        ]
-        values = {name: value for score in scores for name, value in score.values().items()}
-        path = self._folder / "evaluations" / f"step_{state.step:08d}.parquet"
-        with storing(path):
-            write_scores(scores, path)
-        self._row |= {"step": state.step, "tokens": state.tokens, **values}
-        self.flush()
-        self._layers.flush()
-        self.record.points.append(
-            Point(
-                step=state.step,
-                tokens=state.tokens,
-                order_digest=state.digest.hexdigest(),
-                lr_trace=state.trace.hexdigest(),
-            )
-        )
-        self.record.results.final = {k: v for k, v in values.items() if v is not None}
-        self._write_record()
-        self._tracker.update(self.record)
-        reporter.evaluation(state.step, self.record.results.final)
-
-    def flush(self) -> None:
-        """Writes the present step's row, if there is one."""
-        if self._row:
-            self._journal.write(self._row)
-            self._tracker.log(self._row)
-            self._row = {}
-
-    def checkpoint(self) -> bool:
-        """Saves the present state; False where no update was made, so that there is none."""
-        if not self._parts.state.step:
-            return False
-        require_finite_weights(self._parts.state)
-        keep = self._parts.spec.checkpoint.save_total_limit
-        save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
-        return True
-
-    def end(self, status: Status, error: str | None = None) -> None:
-        """Writes into the record how the run ended.
-
-        Raises:
-            StoreError: it cannot be written.
-        """
-        record, step = self.record, self._parts.state.step
-        record.status = status
-        record.results.unused_experts = self._parts.state.watch.unused if step else []
-        record.error, record.ended = error and redact(error), _now()
-        record.results.tokens = self._parts.state.tokens
-        record.results.seconds = time.monotonic() - self._began
-        record.results.peak_memory_bytes = peak_bytes(self._parts.device)
-        record.effective.budget.finished = status == "FINISHED"
-        if step - WARM_UP_STEPS >= LEAST_TIMED_STEPS:
-            record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
-            record.effective.interval = IntervalFacts(first_step=WARM_UP_STEPS + 1, last_step=step)
-        self._write_record()
-        self._layers.close()  # after the record: without room its segments stay as they are
-
-    def close(self) -> None:
-        """Frees the run's folder; more than once is fine."""
-        self._journal.close()
-        # Where no end could be recorded, the free folder tells that the run is over.
-        release_run(self._folder)
-
-    def wait_for_tracker(self, say: Callable[[str], None]) -> None:
-        """Lets the tracker finish; `say` is told of a wait."""
-        self._tracker.finish(self.record, say)
-
-    def _write_record(self) -> None:
-        with storing(self._folder / RECORD):
-            write_record(self.record, self._folder)
 
 
 @dataclass(frozen=True)
@@ -429,7 +318,3 @@ class RunOutcome:
 def tracker_for(spec: RunSpec, store: Store) -> Tracker:
     """MLflow, at the spec's address or in the store."""
     return MlflowTracker(spec.tracking.uri, store, spec.tracking.experiment, patience())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,12 +1,12 @@
-"""Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop: a run can then save first."""
+"""Turns the first signal to end into a request to stop, so that a run can save before."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a scheduler's cancel, a closed terminal."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, a scheduler's cancel, a closed terminal, Slurm's warning before it takes the machine."""
 
 
 class InterruptedRunError(Exception):

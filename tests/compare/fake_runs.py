@@ -125,6 +125,8 @@ def full_effective(steps: int = STEPS) -> dict[str, Any]:
             "package_sha256": sha("code"),
             "version": "0.1.0",
             "forced_resume": "none",
+            "resumed_with": "none",
+            "forked_from": "none",
             "git_commit": "abc123",
             "git_dirty": True,
             "git_diff_sha256": sha("diff"),

@@ -16,7 +16,6 @@ from typing import Any
 from workbench.compare.evidence import UNTOUCHED
 from workbench.compare.scores import BYTES, TOKENS, SetScores, read_scores, scores_path
 from workbench.errors import UserError
-from workbench.spec.run import RunSpec
 from workbench.track.journal import legacy_cells, perplexity, read_metrics
 from workbench.track.record import NotApplicable, RunRecord, SetFacts, strict
 
@@ -119,7 +118,7 @@ class _Table:
         for point in record.points:
             if point.step not in lines:
                 raise self.missing(point.step, "the record says was evaluated")
-        for step in _logged(record.run_spec, max(lines, default=0)):
+        for step in _logged(record, max(lines, default=0)):
             if step not in lines:
                 raise self.missing(step, "the spec logs")
             if self.cell("train/nll", lines[step]) is None:
@@ -141,12 +140,39 @@ class _Table:
                     raise self.error(line, message, row[name], str(strict(value)))
 
 
-def _logged(spec: RunSpec, last: int) -> Iterator[int]:
-    """The steps up to `last` that a run of this spec writes a row for."""
-    log, evaluate = spec.telemetry.log_steps, spec.evaluation.eval_steps
+def _logged(record: RunRecord, last: int) -> Iterator[int]:
+    """The steps up to `last` that a run leaves a row for, by the cadence that held at each."""
+    cadences = _cadences(record)
     for step in range(1, last + 1):
-        if step == 1 or step % log == 0 or (evaluate and step % evaluate == 0):
+        # Up to and with the step of a resume the cadence of before it held; the row of that step
+        # itself stayed only where the cadence after it keeps it too.
+        held = next(i for i, one in enumerate(cadences) if one.until is None or step <= one.until)
+        kept = cadences[held : held + 2 if step == cadences[held].until else held + 1]
+        if all(step == 1 or one.logs(step) for one in kept):
             yield step
+
+
+@dataclass(frozen=True)
+class _Cadence:
+    until: int | None  # the last step under it; None: the end
+    log: int
+    evaluate: int
+
+    def logs(self, step: int) -> bool:
+        return step % self.log == 0 or bool(self.evaluate and step % self.evaluate == 0)
+
+
+def _cadences(record: RunRecord) -> list[_Cadence]:
+    """One for each stretch between two resumes, taken back from the record's own spec."""
+    spec = record.run_spec
+    log, evaluate = spec.telemetry.log_steps, spec.evaluation.eval_steps
+    found = [_Cadence(None, log, evaluate)]
+    for resume in reversed(record.resumes):
+        then = {change["path"]: change["then"] for change in resume.changes}
+        log = then.get("telemetry.log_steps", log)
+        evaluate = then.get("evaluation.eval_steps", evaluate)
+        found.append(_Cadence(resume.step, log, evaluate))
+    return found[::-1]
 
 
 def _check_sets(table: _Table, record: RunRecord) -> None:

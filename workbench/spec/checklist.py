@@ -102,6 +102,27 @@ class Tag:
 
 FREE = Tag(None, "free")
 
+# What a difference does to a run that goes on from a checkpoint, by the rule that guards it: the
+# numbers after it would be those of another run, or only their last digits could differ.
+ON_RESUME: dict[str, Effect] = {
+    "model": "refuse",
+    "tokenizer": "refuse",
+    "data": "refuse",
+    "budget": "refuse",
+    "parameters": "refuse",
+    "seeds": "refuse",
+    "optimizer": "refuse",
+    "precision": "refuse",
+    "hardware": "flag",
+    "telemetry": "flag",
+    "execution": "refuse",
+    "evaluation": "refuse",
+    "interval": "flag",
+    "code": "flag",
+}
+# Stricter than their rule: another kind of device computes by other means altogether.
+REFUSED_ON_RESUME = ("effective.hardware.device_type",)
+
 
 def _judged(
     rule: str, *follows: str, under: tuple[str, ...] = (), unless: tuple[str, ...] = ()
@@ -271,6 +292,8 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("effective.code.package_sha256", _judged("code")),
     ("effective.code.version", _judged("code", "effective.code.package_sha256")),
     ("effective.code.forced_resume", _judged("code")),
+    ("effective.code.resumed_with", _judged("code", "effective.code.forked_from")),
+    ("effective.code.forked_from", _judged("code")),
     ("effective.code.*", FREE),
 )
 

@@ -31,7 +31,7 @@ from workbench.errors import StoreError, UserError, reason_of
 from workbench.track.events import Say, Values, silent
 from workbench.track.provenance import PACKAGE, redact
 from workbench.track.record import RunRecord, read_record
-from workbench.track.store import Store
+from workbench.track.store import Store, is_locked
 
 GRACE_SECONDS = 60.0
 POLL_SECONDS = 5.0
@@ -246,6 +246,7 @@ def main() -> int:
     request = json.loads(sys.stdin.readline() or "null")
     if request is None:
         return 0
+    parent = os.getppid()
     over = _watch_the_run(float(request["grace_seconds"]))
     pending: str | None = "it has not been reached yet"
     feed: Any = None
@@ -253,6 +254,8 @@ def main() -> int:
     failures, tries = 0, _TRIES_AT_END
     while True:
         ending = over.is_set()
+        if ending and os.getppid() != parent and is_locked(Path(request["folder"])):
+            return 1  # the run goes on in another process, which has a feeder of its own
         before, pending = pending, None
         try:
             if feed is None:

@@ -139,6 +139,29 @@ class Journal:
                 path.unlink(missing_ok=True)
                 raise
 
+    @classmethod
+    def reopen(cls, path: Path, names: Sequence[str]) -> Journal:
+        """Goes on with a journal, which must have these columns and end with a whole line.
+
+        Raises:
+            UserError: it has other columns, or cannot be read.
+            StoreError: it cannot be written.
+        """
+        there = read_metrics(path)
+        if tuple(there) != tuple(names):
+            changed = sorted(set(there) ^ set(names)) or ["their order"]
+            message = "the columns are not those of the run that goes on"
+            raise UserError.at(str(path), message, ", ".join(changed))
+        journal = cls.__new__(cls)
+        journal.path, journal.names = path, tuple(names)
+        journal._known = frozenset(names)
+        journal._last_step = int(
+            max((step for step in there["step"] if step is not None), default=-1)
+        )
+        with storing(path):
+            journal._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        return journal
+
     def write(self, values: Mapping[str, Number | None]) -> None:
         """Appends one row: `step` and any of the columns. Steps must increase.
 

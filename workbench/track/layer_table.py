@@ -61,8 +61,33 @@ class LayerTable:
         import pyarrow.parquet as pq
 
         parts = [pq.ParquetFile(path).read() for path in segments]  # not `read_table`: no pandas
-        _write(pa.concat_tables(parts), self._folder / TABLE)
+        # One chunk, so that the file does not tell where the segments ended.
+        _write(pa.concat_tables(parts).combine_chunks(), self._folder / TABLE)
         shutil.rmtree(self._folder / SEGMENTS, ignore_errors=True)
+
+
+def rewind_table(folder: Path, step: int) -> None:
+    """Removes all rows after `step`; the rows kept are segments again, as while the run went on.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    import pyarrow.parquet as pq
+
+    for path in (folder / TABLE, *sorted((folder / SEGMENTS).glob("step_*.parquet"))):
+        if not path.exists():
+            continue
+        table = pq.ParquetFile(path).read()
+        steps = table.column("step").to_numpy()
+        kept = table.filter(steps <= step)
+        if len(kept) == len(table) and path.name != TABLE:
+            continue
+        if len(kept):
+            end = int(kept.column("step").to_numpy().max())
+            _write(kept, folder / SEGMENTS / f"step_{end:08d}.parquet")
+            if path.name == f"step_{end:08d}.parquet":
+                continue
+        path.unlink()
 
 
 def _schema() -> pa.Schema:

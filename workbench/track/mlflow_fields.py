@@ -18,7 +18,7 @@ import yaml
 
 from workbench.track.journal import TWINS, Row
 from workbench.track.provenance import redact
-from workbench.track.record import RunRecord
+from workbench.track.record import Resumption, RunRecord
 
 # MLflow 3's limits, in characters.
 KEY_LIMIT = 250
@@ -131,6 +131,7 @@ def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dic
         "mlflow.source.git.commit": record.git_commit,
         "mlflow.user": record.provenance.get("user"),
         "workbench.error": record.error,
+        "workbench.resumes": "; ".join(map(_resume_words, record.resumes)),
         NAMES_TAG: json.dumps(odd_names, sort_keys=True) if odd_names else None,
     }
     tags |= {key: str(value) for key, value in optional.items() if value}
@@ -138,6 +139,15 @@ def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dic
         safe_key(key): _limited(redact(value), TAG_LIMIT, "run_config.json")
         for key, value in tags.items()
     }
+
+
+def _resume_words(resume: Resumption) -> str:
+    """Such as "from step 40; to step 47 as logged before": those rows were sent already, and their
+    speeds are the ones first measured."""
+    text = f"from step {resume.step}"
+    if resume.replayed_to is not None:
+        text += f" (steps to {resume.replayed_to} were logged before)"
+    return text
 
 
 def datasets_of(record: RunRecord) -> list[DatasetFields]:

@@ -77,6 +77,8 @@ def code_facts() -> CodeFacts:
         package_sha256=package_hash(),
         version=_version("workbench") or "0+unknown",
         forced_resume="none",
+        resumed_with="none",
+        forked_from="none",
         git_commit=commit,
         git_dirty=None if diff is None else bool(diff),
         git_diff_sha256=hashlib.sha256(diff).hexdigest() if diff else None,

@@ -137,7 +137,11 @@ class CodeFacts(_Part):
 
     package_sha256: str | None = None
     version: str | None = None
-    forced_resume: str | None = None  # "none", or the reason that was given
+    # "none", or: the reason for going on against the guard; what had changed when the run went on;
+    # the run and step whose checkpoint it began with.
+    forced_resume: str | None = None
+    resumed_with: str | None = None
+    forked_from: str | None = None
     git_commit: str | None = None
     git_dirty: bool | None = None
     git_diff_sha256: str | None = None
@@ -207,6 +211,24 @@ class Results(_Part):
     unused_experts: list[str] = []
 
 
+class Resumption(_Part):
+    """One time that the run went on from a checkpoint (step 0: from the start).
+
+    `changes` are the differences that the guard found, each with what it was then and is now;
+    `replayed_to` is the last step that had been logged before and was trained again.
+    """
+
+    step: int
+    when: str
+    checkpoint_sha256: str | None = None
+    status_before: str
+    changes: list[dict[str, Any]] = []
+    reason: str | None = None
+    forked_from: dict[str, str] | None = None
+    replayed_to: int | None = None
+    provenance_before: dict[str, Any] = {}
+
+
 class RunRecord(_Part):
     """Everything that is kept of one run, except its metrics."""
 
@@ -221,6 +243,7 @@ class RunRecord(_Part):
     spec_sha256: str
     effective: Effective = Effective()
     points: list[Point] = []
+    resumes: list[Resumption] = []
     results: Results = Results()
     provenance: dict[str, Any] = {}
     # The names by which the replaced runner's users know these facts.

@@ -1,0 +1,186 @@
+"""Writes what happens in one run: metrics first, then the record, then whoever listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.core.checkpoint import save_checkpoint
+from workbench.core.evaluate import evaluate, write_scores
+from workbench.core.memory import peak_bytes
+from workbench.core.train import StepResult, loss_settings, require_finite_weights
+from workbench.errors import storing
+from workbench.progress import Reporter
+from workbench.step_columns import rates_of, terms_of
+from workbench.track.events import Tracker
+from workbench.track.journal import Journal, Number
+from workbench.track.layer_table import LayerTable
+from workbench.track.provenance import redact
+from workbench.track.record import IntervalFacts, Point, RunRecord, Status, write_record
+from workbench.track.store import RECORD, release_run
+
+if TYPE_CHECKING:
+    from workbench.run import Components
+
+# Steps whose time is not counted: compilation, first touches of memory, caches filling. A run with
+# too few beside them has no throughput, and the interval stays unknown: it could have had one.
+WARM_UP_STEPS = 10
+LEAST_TIMED_STEPS = 5
+
+
+class Recorder:
+    """Writes what happens in one run: metrics first, then the record, then whoever listens."""
+
+    def __init__(
+        self,
+        parts: Components,
+        folder: Path,
+        record: RunRecord,
+        journal: Journal,
+        tracker: Tracker,
+        row: dict[str, Number | None] | None = None,
+    ) -> None:
+        """Begins, or goes on with, a run; `row` is what is known of the present step's row."""
+        self._parts, self._folder, self._tracker = parts, folder, tracker
+        self._row: dict[str, Number | None] = row or {}
+        self._layers = LayerTable(folder)
+        self._since_log: list[StepResult] = []
+        self._warm = parts.state.step + WARM_UP_STEPS  # the last step whose time is not counted
+        self._timed_seconds = 0.0
+        self._timed_tokens = 0
+        self._began = time.monotonic() - (record.results.seconds or 0.0)
+        self._journal = journal
+        self.record = record
+        # The record last: a folder without one never was a run, and is removed again.
+        self._write_record()
+        tracker.start(self.record, folder)
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether the present step is to be evaluated before training goes on."""
+        return not self._parts.state.step or bool(self._row)
+
+    def step(self, result: StepResult, logged: bool) -> None:
+        """Counts an update, and puts it into the step's row when it is to be logged."""
+        if result.step > self._warm:
+            self._timed_seconds += result.seconds
+            self._timed_tokens += self._parts.spec.tokens_per_step
+        self._since_log.append(result)
+        if not logged:
+            return
+        seconds = sum(one.seconds for one in self._since_log)
+        tokens = self._parts.spec.tokens_per_step * len(self._since_log)
+        self._row |= {
+            "step": result.step,
+            "tokens": result.tokens,
+            "train/nll": result.nll,
+            "train/objective": result.objective,
+            "train/smoothing": result.smoothing,
+            "train/z_loss": result.z_loss,
+            "grad_norm": result.grad_norm,
+            **rates_of(result),
+            **terms_of(result),
+            **(result.experts.totals if result.experts else {}),
+            # The first step's time is compilation and page faults, not training.
+            "tokens_per_s": tokens / seconds if result.step > 1 else None,
+            "step_seconds": seconds / len(self._since_log),
+            "peak_memory_gb": peak_bytes(self._parts.device) / 1e9,
+        }
+        if result.experts:
+            self._layers.add(result.step, result.tokens, result.experts.rows)
+        self._since_log = []
+
+    def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
+        """Scores every evaluation set at the present step, and proves where the run stands."""
+        parts, state = self._parts, self._parts.state
+        spec = parts.spec
+        require_finite_weights(state)
+        scores = [
+            evaluate(
+                state.model,
+                documents,
+                spec.training.seq_len,
+                loss_settings(spec),
+                between,
+                spec.evaluation.stride,
+            )
+            for documents in parts.data.evaluation_sets.values()
+        ]
+        values = {name: value for score in scores for name, value in score.values().items()}
+        path = self._folder / "evaluations" / f"step_{state.step:08d}.parquet"
+        with storing(path):
+            write_scores(scores, path)
+        self._row |= {"step": state.step, "tokens": state.tokens, **values}
+        self.flush()
+        self._layers.flush()
+        self.record.points.append(
+            Point(
+                step=state.step,
+                tokens=state.tokens,
+                order_digest=state.digest.hexdigest(),
+                lr_trace=state.trace.hexdigest(),
+            )
+        )
+        self.record.results.final = {k: v for k, v in values.items() if v is not None}
+        self._write_record()
+        self._tracker.update(self.record)
+        reporter.evaluation(state.step, self.record.results.final)
+
+    def flush(self) -> None:
+        """Writes the present step's row, if there is one."""
+        if self._row:
+            self._journal.write(self._row)
+            self._tracker.log(self._row)
+            self._row = {}
+
+    def checkpoint(self) -> bool:
+        """Saves the present state; False where no update was made, so that there is none."""
+        if not self._parts.state.step:
+            return False
+        require_finite_weights(self._parts.state)
+        self._layers.flush()  # a run that goes on from here has nothing of it in memory
+        keep = self._parts.spec.checkpoint.save_total_limit
+        save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
+        return True
+
+    def end(self, status: Status, error: str | None = None) -> None:
+        """Writes into the record how the run ended.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        record, step = self.record, self._parts.state.step
+        record.status = status
+        record.results.unused_experts = self._parts.state.watch.unused if step else []
+        record.error, record.ended = error and redact(error), now()
+        record.results.tokens = self._parts.state.tokens
+        record.results.seconds = time.monotonic() - self._began
+        record.results.peak_memory_bytes = peak_bytes(self._parts.device)
+        record.effective.budget.finished = status == "FINISHED"
+        if step - self._warm >= LEAST_TIMED_STEPS:
+            record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
+            record.effective.interval = IntervalFacts(first_step=self._warm + 1, last_step=step)
+        self._write_record()
+        self._layers.close()  # after the record: without room its segments stay as they are
+
+    def close(self) -> None:
+        """Frees the run's folder; more than once is fine."""
+        self._journal.close()
+        # Where no end could be recorded, the free folder tells that the run is over.
+        release_run(self._folder)
+
+    def wait_for_tracker(self, say: Callable[[str], None]) -> None:
+        """Lets the tracker finish; `say` is told of a wait."""
+        self._tracker.finish(self.record, say)
+
+    def _write_record(self) -> None:
+        with storing(self._folder / RECORD):
+            write_record(self.record, self._folder)
+
+
+def now() -> str:
+    """The present time, for the record."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
