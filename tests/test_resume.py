@@ -216,6 +216,25 @@ def test_a_cadence_that_changed_on_the_way_is_no_contradiction(
         (resumed.folder / "metrics.csv").write_text("".join(lines))
 
 
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_planned_stop_keeps_the_horizon_and_leaves_no_trace_once_gone_on(
+    tmp_path: Path, tracker: Callable[[NullTracker], None], stop: int
+) -> None:
+    """Step 3 is evaluated only because the run stops there."""
+    whole = spec_of(tmp_path, checkpoint={"save_total_limit": 1})
+    straight = start(whole, Store(tmp_path / "straight"))
+    store = Store(tmp_path / "broken")
+    early = start(spec_of(tmp_path, training={"stop_at_step": stop}), store)
+    assert early.record.status == "FINISHED"
+    assert [point.step for point in early.record.points][-1] == stop
+    comparison = compare_runs(straight.folder, early.folder, names=("whole", "early"))
+    assert (comparison.verdict, comparison.at) == ("comparable", stop // 2 * 2 * 128)
+    again = start(spec_of(tmp_path, training={"stop_at_step": stop}), store, ResumeRequest())
+    assert again.record.resumes == []
+    resumed = start(whole, store, ResumeRequest())
+    same_but_for_the_past(straight.folder, resumed.folder)
+
+
 @pytest.fixture
 def stopped(tmp_path: Path, tracker: Callable[[NullTracker], None]) -> RunOutcome:
     tracker(Interrupter(4))

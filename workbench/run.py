@@ -37,7 +37,14 @@ from workbench.core.optim import (
     table_sha256,
 )
 from workbench.core.precision import Precision, choose_precision
-from workbench.core.schedules import RateTrace, is_evaluated, is_logged, last_step, ramp_tokens
+from workbench.core.schedules import (
+    RateTrace,
+    is_evaluated,
+    is_logged,
+    last_step,
+    planned_steps,
+    ramp_tokens,
+)
 from workbench.core.telemetry import ExpertWatch
 from workbench.core.train import (
     Loss,
@@ -227,7 +234,7 @@ def _new_record(parts: Components, command: list[str]) -> RunRecord:
         params=parts.effective.parameters.total,
         parameter_table=[asdict(row) for row in parts.table],
         tokens_per_step=spec.tokens_per_step,
-        total_tokens=spec.tokens_per_step * parts.steps,
+        total_tokens=spec.tokens_per_step * planned_steps(spec, parts.state.stream),
         backend={"backend": device_kind(parts.device), "distributed": None},
         model_config_={
             **spec.model.model_dump(mode="json"),

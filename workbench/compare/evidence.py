@@ -96,10 +96,13 @@ def _said_twice(record: RunRecord, spec: RunSpec) -> Iterator[tuple[str, Any, An
             yield f"model_config.{key}", value, built[key], "the model of the spec"
     if record.status == "FINISHED":
         reached = record.points[-1].tokens if record.points else 0
-        yield "points", reached, record.total_tokens, "total_tokens, which a FINISHED run reached"
-        yield "results.tokens", record.results.tokens, record.total_tokens, "total_tokens"
-        last = ran.interval.last_step
-        yield "effective.interval.last_step", last, training.steps or None, "training.steps"
+        end, source = record.total_tokens, "total_tokens"
+        if training.stop_at_step:
+            end, source = training.stop_at_step * per_step, "training.stop_at_step of the spec"
+        yield "points", reached, end, f"{source}, which a FINISHED run reached"
+        yield "results.tokens", record.results.tokens, end, source
+        last, stop = ran.interval.last_step, training.stop_at_step or training.steps or None
+        yield "effective.interval.last_step", last, stop, "the last step of the spec"
 
 
 def _point_faults(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:

@@ -99,7 +99,7 @@ def facts_of_spec(spec: RunSpec, foreseen: Mapping[str, Any]) -> dict[str, Any]:
         UserError: `foreseen` names a leaf that has no rule.
     """
     facts = dict(_spec_facts(spec.model_dump(mode="json")))
-    facts["effective.budget.tokens"] = spec.total_tokens
+    facts["effective.budget.tokens"] = spec.end_tokens
     facts["effective.budget.decay_tokens"] = _decay_tokens(facts, spec.total_tokens)
     facts |= {leaf: value for leaf, value in foreseen.items() if value is not None}
     _refuse_unknown(facts, spec.name)

@@ -14,7 +14,13 @@ from workbench.spec.run import RunSpec
 
 
 def last_step(spec: RunSpec, stream: WindowStream) -> int:
-    """The step at which the run ends: as planned, or where one pass over the data does."""
+    """The step after which the run ends, its plan or before it (`training.stop_at_step`)."""
+    planned = planned_steps(spec, stream)
+    return min(planned, spec.training.stop_at_step or planned)
+
+
+def planned_steps(spec: RunSpec, stream: WindowStream) -> int:
+    """The step at which schedules end: as planned, or where one pass over the data does."""
     if spec.training.steps:
         return spec.training.steps
     assert stream.windows_per_epoch is not None

@@ -178,6 +178,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
             "effective.budget.ramp_tokens",
         ),
     ),
+    ("training.stop_at_step", _requested("budget", "effective.budget.tokens")),
     ("training.batch_size", _judged("execution")),
     ("training.gradient_accumulation_steps", _judged("execution")),
     ("training.seq_len", _judged("optimizer")),

@@ -167,6 +167,11 @@ def _training_faults(spec: RunSpec) -> list[Fault]:
         message = "liger's kernel returns only the smoothed loss, not the plain NLL"
         place = "training.loss_backend"
         faults.append(Fault(place, message, "liger", "auto or chunked with label_smoothing"))
+    stop = training.stop_at_step
+    if stop is not None and training.steps and stop > training.steps:
+        message = f"the run ends after its {training.steps} steps"
+        allowed = f"null or 1 to {training.steps}"
+        faults.append(Fault("training.stop_at_step", message, stop, allowed))
     warmup = spec.schedule.warmup_steps
     if training.steps == 0:
         return faults + _open_ended_faults(spec)

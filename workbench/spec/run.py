@@ -165,9 +165,13 @@ class DataSpec(Section):
 
 
 class TrainingSpec(Section):
-    """One step: its batch, precision and loss; and how many of them (0: one pass of the data)."""
+    """One step: its batch, precision and loss; and how many of them (0: one pass of the data).
+
+    `stop_at_step` ends the run early; schedules and ramps go on to `steps` all the same.
+    """
 
     steps: Count = 250
+    stop_at_step: Positive | None = None
     batch_size: Positive = 4
     seq_len: Positive = 1024
     gradient_accumulation_steps: Positive = 1
@@ -325,6 +329,12 @@ class RunSpec(Section):
     def total_tokens(self) -> int | None:
         """Tokens the whole run is to consume; None for a run to the end of its data."""
         return self.tokens_per_step * self.training.steps if self.training.steps else None
+
+    @property
+    def end_tokens(self) -> int | None:
+        """Tokens consumed when the run ends, at its plan or before it."""
+        stop = self.training.stop_at_step
+        return self.tokens_per_step * stop if stop else self.total_tokens
 
     @property
     def warmup_steps(self) -> int:
