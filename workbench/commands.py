@@ -18,6 +18,7 @@ import typer
 from workbench.answers import Answer, AsJson, Debug, readable, say
 from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
+from workbench.keep_commands import sync, verify
 from workbench.output import write_document, write_line
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ def compare(
 
 
 app.command("eval")(evaluate)
+app.command()(verify)
+app.command()(sync)
 
 
 @app.command("list")

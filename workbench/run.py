@@ -58,12 +58,12 @@ from workbench.recorder import Recorder, now
 from workbench.resume import Beginning, ResumeRequest, take_up
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.run import RunSpec, spec_hash
-from workbench.track.events import Tracker
+from workbench.track.events import NullTracker, Tracker
 from workbench.track.feeder import MlflowTracker, patience
-from workbench.track.journal import columns
+from workbench.track.journal import Journal, columns
 from workbench.track.provenance import code_facts, hardware_facts, provenance
 from workbench.track.record import Effective, RunRecord
-from workbench.track.store import Store, release_run
+from workbench.track.store import METRICS, Store, release_run
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _begin(
     say: Callable[[str], None],
 ) -> Beginning:
     """Claims the folder of a new run, or takes up an earlier one where its checkpoint was saved."""
-    record = _new_record(parts, command)
+    record = new_record(parts, command)
     if request is not None:
         found = take_up(request, record, parts.spec, parts.state, parts.steps, store, say)
         if found is not None:
@@ -219,7 +219,22 @@ def _begin(
     return Beginning(store.create_run(parts.spec.name), record)
 
 
-def _new_record(parts: Components, command: list[str]) -> RunRecord:
+def replay(parts: Components, record: RunRecord, folder: Path) -> dict[int, str]:
+    """Trains into a folder of no store, followed by nobody; returns the digest at each point."""
+    journal = Journal(folder / METRICS, columns(list(parts.data.evaluation_sets)))
+    recorder = Recorder(parts, folder, record, journal, NullTracker())
+    with StopRequests() as stop, Reporter(parts.steps) as reporter:
+        try:
+            _train(parts, recorder, reporter, stop)
+        except InterruptedRunError as request:
+            raise KeyboardInterrupt from request
+        finally:
+            recorder.close()
+    return {point.step: point.order_digest for point in record.points}
+
+
+def new_record(parts: Components, command: list[str]) -> RunRecord:
+    """The record that a run of these parts begins with."""
     spec = parts.spec
     return RunRecord(
         id=uuid.uuid4().hex,

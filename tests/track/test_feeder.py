@@ -131,7 +131,7 @@ def test_a_server_that_refuses_costs_a_warning_and_nothing_else(
     pending = tracker.finish(record)
     assert pending
     assert time.monotonic() - before < 32.0
-    assert str(folder) in caplog.text
+    assert f"wb sync {folder.name}" in caplog.text
     assert "hunter2" not in caplog.text + pending + repr(tracker.__dict__.get("_pending"))
     assert "127.0.0.1" in caplog.text
     (warning,) = caplog.records
@@ -217,7 +217,7 @@ def test_a_server_that_hangs_is_left_after_the_time_allowed(
     assert 1.5 < time.monotonic() - before < 6.0
     assert pending
     assert "2 s" in pending
-    assert str(folder) in caplog.text
+    assert f"wb sync {folder.name}" in caplog.text
 
 
 def test_a_feeder_that_cannot_start_or_is_killed_does_not_end_the_run(

@@ -211,17 +211,29 @@ class MlflowTracker:
             "before the run ends can be sent later: %s",
             redact(str(self._request["uri"])),
             why,
-            shlex.join([sys.executable, "-m", "workbench.track.feeder", str(self._folder)]),
+            shlex.join(["wb", "sync", self._folder.name]),
         )
 
 
 def send_again(folder: Path) -> int:
     """Sends a run to MLflow, at MLFLOW_TRACKING_URI or where its record says; the exit code."""
     try:
-        record = read_record(folder)
+        reason = send_run(folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    if reason:
+        print(f"error: {reason}", file=sys.stderr)
+    return StoreError.exit_code if reason else 0
+
+
+def send_run(folder: Path) -> str | None:
+    """Sends MLflow what it does not have of a run; returns why it did not take it.
+
+    Raises:
+        UserError: there is no readable record.
+    """
+    record = read_record(folder)
     store = Store(folder.resolve().parents[1])
     tracking = record.spec.get("tracking", {})
     # A recorded address lacks its credentials, so that of the environment goes first.
@@ -232,9 +244,8 @@ def send_again(folder: Path) -> int:
         _open_feed(request).push()
     except Exception as error:
         where = redact(tracking_address(uri, store))
-        print(f"error: MLflow at {where} did not take it: {short_reason(error)}", file=sys.stderr)
-        return StoreError.exit_code
-    return 0
+        return f"MLflow at {where} did not take it: {short_reason(error)}"
+    return None
 
 
 def main() -> int:

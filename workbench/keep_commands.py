@@ -1,0 +1,69 @@
+"""The commands `wb verify` and `wb sync`: whether a run can be had again, and MLflow brought up."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from workbench.answers import Answer, AsJson, Debug, readable, say
+from workbench.errors import StoreError, UserError
+
+
+def verify(
+    run: Annotated[str, typer.Argument(help="A run: name, id, or unique prefix.")],
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many; default: all it made.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
+    ] = 1e-5,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Train a run again from its record: are the losses the same, and from which step not?"""
+    from workbench.process import prepare_process
+
+    prepare_process()  # before torch is loaded
+    from workbench import verify as verifying
+    from workbench.track.store import Store
+
+    store = Store()
+    entry = readable(store.find_run(run))
+    if entry.status == "RUNNING":
+        raise UserError.at(entry.name, "this run is still going", None, "a run that has ended")
+    assert entry.record is not None
+    found = verifying.verify(entry.folder, entry.record, store, steps, tolerance, say)
+    return Answer(found.to_json() if as_json else verifying.render(found), found.exit_code)
+
+
+def sync(
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Runs: name, id, or unique prefix. Default: all.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Send MLflow what it does not have yet of runs that have ended, each point once."""
+    from workbench.track.feeder import send_run
+    from workbench.track.store import Store
+
+    store = Store()
+    entries = [store.find_run(name) for name in runs] if runs else store.list_runs()
+    done: dict[str, str] = {}
+    for entry in entries:
+        if entry.record is None and not runs:
+            continue
+        readable(entry)
+        if entry.status == "RUNNING":
+            done[entry.name] = "still going: its own process sends it"
+        elif reason := send_run(entry.folder):
+            done[entry.name] = f"not sent: {reason}"
+        else:
+            done[entry.name] = "complete"
+    failed = [name for name, said in done.items() if said.startswith("not sent")]
+    code = StoreError.exit_code if failed else 0
+    if as_json:
+        return Answer({"runs": done}, code)
+    lines = [f"{name}  {said}" for name, said in done.items()]
+    return Answer("\n".join(lines) or "no runs", code)
