@@ -61,7 +61,12 @@ from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.events import NullTracker, Tracker
 from workbench.track.feeder import MlflowTracker, patience
 from workbench.track.journal import Journal, columns
-from workbench.track.provenance import code_facts, hardware_facts, provenance
+from workbench.track.provenance import (
+    code_facts,
+    hardware_facts,
+    provenance,
+    write_source_diff,
+)
 from workbench.track.record import Effective, RunRecord
 from workbench.track.store import METRICS, Store, release_run
 
@@ -177,6 +182,7 @@ def run(
             return outcome
         folder = beginning.folder
         try:
+            write_source_diff(folder)
             recorder = Recorder(
                 parts,
                 folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -98,6 +99,34 @@ def test_the_commit_and_what_differs_from_it(
     assert len({b"", untracked, changed}) == 3
     monkeypatch.setenv("GIT_DIR", "/nowhere")  # as inside a git hook
     assert p._git_state(package) == (commit, changed)
+
+
+def test_what_differs_is_kept_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "tell-nobody-this")
+    package, folder = tmp_path / "package", tmp_path / "run"
+    for path in (package, folder):
+        path.mkdir()
+    (package / "__init__.py").write_text("a = 1\n")
+    git(tmp_path, "init")
+    git(tmp_path, "add", "package")
+    git(tmp_path, "commit", "-m", "x")
+    assert p.write_source_diff(folder, package) is None
+    assert list(folder.iterdir()) == []
+    (package / "__init__.py").write_text("a = 2\nkey = 'tell-nobody-this'\n")
+    (package / "new.py").write_bytes(b"b = 'password=hunter2'\n# \xff\n")
+    path = p.write_source_diff(folder, package)
+    assert path is not None
+    assert list(folder.iterdir()) == [path]
+    diff = p._git_state(package)[1]
+    assert diff is not None
+    assert path.name == f"source-{hashlib.sha256(diff).hexdigest()[:8]}.diff"
+    text = path.read_text()
+    assert "+a = 2" in text
+    assert "b = " in text
+    assert "tell-nobody-this" not in text
+    assert "hunter2" not in text
 
 
 def test_outside_of_git_there_is_no_commit(tmp_path: Path) -> None:

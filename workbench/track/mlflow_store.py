@@ -43,7 +43,7 @@ _FIELDS_PER_CALL = 100
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 # Beside the record and the metrics, these files of a run folder are sent when it has ended.
-_ARTIFACTS = ("*.parquet", "*/*.parquet")
+_ARTIFACTS = ("*.parquet", "*/*.parquet", "*.diff")
 
 
 class Position(BaseModel):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from workbench.track.record import CodeFacts, HardwareFacts, NotApplicable
+from workbench.track.record import CodeFacts, HardwareFacts, NotApplicable, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,7 @@ _SETTINGS = (
     "TORCH_COMPILE_DISABLE",
 )
 _GIT_SECONDS = 20.0
+_MOST_DIFF = 4_000_000  # characters that are kept of it
 
 _WORDS = r"(?:token|secret|passw(?:or)?d|passwd|pwd|api[_-]?key|access[_-]?key|credentials?|auth)"
 _HIDDEN = "***"
@@ -83,6 +84,23 @@ def code_facts() -> CodeFacts:
         git_dirty=None if diff is None else bool(diff),
         git_diff_sha256=hashlib.sha256(diff).hexdigest() if diff else None,
     )
+
+
+def write_source_diff(folder: Path, package: Path = PACKAGE) -> Path | None:
+    """Keeps what differs from the commit in a run's folder, without secrets; None: nothing does.
+
+    Raises:
+        StoreError: it cannot be written; nothing is left behind.
+    """
+    _, diff = _git_state(package)
+    if not diff:
+        return None
+    text = redact(diff.decode("utf-8", "backslashreplace"))
+    if len(text) > _MOST_DIFF:
+        text = f"{text[:_MOST_DIFF]}\n... cut: {len(text):,} characters in all\n"
+    path = folder / f"source-{hashlib.sha256(diff).hexdigest()[:8]}.diff"
+    write_text(path, text)
+    return path
 
 
 def package_hash(root: Path = PACKAGE) -> str:
