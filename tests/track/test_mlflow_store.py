@@ -13,8 +13,9 @@ import yaml
 from full_disks import largest_file, tree
 from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
 
+from workbench.track import mlflow_store as mlflow_store_module
 from workbench.track.mlflow_fields import params_of
-from workbench.track.mlflow_store import POSITION, Feed, connect, read_position
+from workbench.track.mlflow_store import HEARTBEAT_TAG, POSITION, Feed, connect, read_position
 from workbench.track.record import Addition, RunRecord, write_record
 from workbench.track.store import Store, release_run
 
@@ -342,3 +343,26 @@ def test_a_kill_while_the_database_is_made_does_not_break_it(store: Store) -> No
     process.wait()
     assert not store.database.exists()  # half of it would work after some kills only
     assert_it_works(store)
+
+
+def test_a_running_run_is_heard_of_and_an_ended_one_no_more(
+    mlflow_store: Store, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, record, journal = make_run(mlflow_store, "alive", 2)
+    feed = Feed(folder, target)
+
+    def heard() -> Any:
+        run_id = feed.push().run_id
+        return target.client.get_run(run_id).data.tags.get(HEARTBEAT_TAG)
+
+    first = heard()
+    assert first.startswith("20")
+    time.sleep(1.1)
+    assert heard() == first  # once a minute, not with every push
+    monkeypatch.setattr(mlflow_store_module, "HEARTBEAT_SECONDS", 0.0)
+    second = heard()
+    assert second > first
+    time.sleep(1.1)
+    journal.close()
+    end_run(folder, record)
+    assert heard() == second

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,8 @@ _ASIDE = ".mlflow-new-"
 _LOCK_SECONDS = 60.0
 _METRICS_PER_CALL = 1000
 _FIELDS_PER_CALL = 100
+HEARTBEAT_SECONDS = 60.0
+HEARTBEAT_TAG = "workbench.heartbeat"
 
 # MLflow 3.17 opens an experiment in its view for language-model applications unless told.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -185,6 +189,7 @@ class Feed:
         self._position: Position | None = None
         self._asked = False  # whether the server said what it has, since the last error
         self._waiting: list[Row] = []
+        self._beat = -math.inf  # when the server last heard that the run is alive
 
     def push(self) -> Position:
         """Sends what is missing. Returns the position then reached; an ended run is complete.
@@ -217,6 +222,8 @@ class Feed:
         self._send_additions(position, record)
         odd = fields.renamed([*self._tail.names, *fields.added_names(record)])
         self._send_tags(position, fields.tags_of(record, status, odd))
+        if status == "RUNNING":
+            self._beat_heart(position)
         try:
             self._send_artifacts(position, record, ended=status != "RUNNING")
         finally:
@@ -300,6 +307,15 @@ class Feed:
             self._target.client.log_batch(position.run_id, tags=batch, synchronous=True)
         position.tags_sha256 = digest
         self._note(position)
+
+    def _beat_heart(self, position: Position) -> None:
+        """Tells the server that the run is alive: one that says RUNNING and has not been heard of
+        for minutes has died with its machine."""
+        now = time.monotonic()
+        if now - self._beat >= HEARTBEAT_SECONDS:
+            moment = datetime.now(UTC).isoformat(timespec="seconds")
+            self._target.client.set_tag(position.run_id, HEARTBEAT_TAG, moment)
+            self._beat = now
 
     def _send_datasets(self, position: Position, record: RunRecord) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
