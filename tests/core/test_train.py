@@ -14,6 +14,7 @@ from tiny_runs import tiny_parts, tiny_spec, untracked_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workbench import recorder
 from workbench import run as runner
 from workbench.cli import _guarded
 from workbench.core import train as training
@@ -412,7 +413,7 @@ def timed_run(
 
     def synchronize(device: torch.device) -> None:
         updates[0] += 1
-        clock.now += 50.0 if updates[0] <= runner.WARM_UP_STEPS else 2.0
+        clock.now += 50.0 if updates[0] <= recorder.WARM_UP_STEPS else 2.0
 
     def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -422,8 +423,8 @@ def timed_run(
         return call
 
     monkeypatch.setattr(training, "synchronize", synchronize)
-    monkeypatch.setattr(runner, "evaluate", slow(runner.evaluate, 1000.0))
-    monkeypatch.setattr(runner, "save_checkpoint", slow(runner.save_checkpoint, 10000.0))
+    monkeypatch.setattr(recorder, "evaluate", slow(recorder.evaluate, 1000.0))
+    monkeypatch.setattr(recorder, "save_checkpoint", slow(recorder.save_checkpoint, 10000.0))
     monkeypatch.setattr(
         runner,
         "train",
