@@ -356,8 +356,10 @@ def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
         open_shard(tmp_path / "none")
     with pytest.raises(DataError, match=r"data.eval_tokens_path: no such file"):
         open_shard(tmp_path / "none", place="data.eval_tokens_path")
-    with pytest.raises(DataError, match=r"tokens.idx.json: cannot be read"):
+    with pytest.raises(DataError, match=r"the folder holds no tokens.idx.json"):
         open_shard(tmp_path)
+    with pytest.raises(DataError, match=r"tokens.idx.json: cannot be read"):
+        open_shard(tmp_path, "complexity")
 
 
 def test_what_the_shard_says_holds(shard: Path) -> None:

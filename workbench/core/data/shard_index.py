@@ -45,6 +45,7 @@ class Header:
     tokenizer: str | None
     sha256: str | None  # of the bytes of the ids
     max_token_id: int | None
+    documents: Documents | None = None  # where the index of the ids itself knows them
 
 
 class Sidecar(NamedTuple):
@@ -125,7 +126,9 @@ def require_size(file: TokenFile, said: str) -> None:
         width = file.dtype.itemsize
         ids, rest = divmod(size - file.offset, width)
         message = f"is not the file that its index was written for: {said} of {width} bytes"
-        found = f"{size:,} bytes: {ids:,} ids" + (f" and {rest} bytes" if rest else "")
+        found = f"{size:,} bytes: {ids:,} ids" + (
+            f" and {rest} byte{'s' * (rest > 1)}" if rest else ""
+        )
         raise DataError.at(str(file.path), message, found, f"{file.end:,} bytes")
 
 

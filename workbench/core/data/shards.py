@@ -18,7 +18,8 @@ import hashlib
 import io
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -28,6 +29,12 @@ import numpy as np
 from workbench.core.data import atomic
 from workbench.core.data.encoded import checked_ids
 from workbench.core.data.errors import DataError
+from workbench.core.data.foreign_shards import (
+    format_of,
+    read_llmc,
+    read_megatron,
+    read_nanogpt,
+)
 from workbench.core.data.shard_files import StoredIds
 from workbench.core.data.shard_index import (
     BIN,
@@ -67,6 +74,15 @@ class TokenShard:
     path: Path
 
 
+_READERS: dict[str, Callable[[Path, str], Header]] = {
+    "complexity": read_index,
+    "llmc": read_llmc,
+    "megatron": read_megatron,
+    "nanogpt": read_nanogpt,
+}
+FORMATS = ("auto", *_READERS)
+
+
 def open_shard(
     path: str | Path,
     format: str = "auto",
@@ -80,7 +96,7 @@ def open_shard(
 
     Args:
         path: the folder or the file of the ids.
-        format: `complexity`, or `auto`: by what stands there.
+        format: of `FORMATS`, or `auto`: by its signature; see `foreign_shards`.
         place: what names the path, for errors.
         vocab_size: for a shard that does not say it; else it must be the same.
         tokenizer: likewise, its name.
@@ -92,32 +108,31 @@ def open_shard(
         StoreError: `memory` cannot be written.
     """
     header = read_header(path, format, place=place, vocab_size=vocab_size, tokenizer=tokenizer)
-    if header.vocab_size is None:
-        raise _unsaid(header)
+    vocab = known_vocab_size(header)
     tokens = StoredIds(header.file)
     found = tokens.content(memory)
     at = str(header.path)
     if header.sha256 is not None and found.sha256 != header.sha256:
         message = f"holds other ids than its index was written for ({INDEX}: sha256)"
         raise DataError.at(at, message, found.sha256, f"SHA-256 {header.sha256}")
-    if found.lowest < 0 or found.highest >= header.vocab_size:
+    if found.lowest < 0 or found.highest >= vocab:
         worst = found.lowest if found.lowest < 0 else found.highest
-        message = f"holds a token id outside the vocabulary of {header.vocab_size:,} entries"
-        raise DataError.at(at, message, worst, f"0 to {header.vocab_size - 1}")
+        message = f"holds a token id outside the vocabulary of {vocab:,} entries"
+        raise DataError.at(at, message, worst, f"0 to {vocab - 1}")
     if header.max_token_id is not None and found.highest != header.max_token_id:
         message = f"its largest id is not the one in its index ({INDEX}: max_token_id)"
         raise DataError.at(at, message, found.highest, str(header.max_token_id))
-    sidecar = read_sidecar(header, found.sha256)
+    sidecar = read_sidecar(header, found.sha256) if header.format == "complexity" else None
     if memory is not None:
         tokens.remember(memory)
     return TokenShard(
         tokens,
-        header.vocab_size,
+        vocab,
         header.tokenizer,
         sidecar and sidecar.tokenizer_sha256,
         sidecar and sidecar.eod_id,
         found.ids_sha256,
-        sidecar and sidecar.documents,
+        sidecar.documents if sidecar is not None else header.documents,
         sidecar is not None,
         header.format,
         header.path,
@@ -138,7 +153,8 @@ def read_header(
         DataError: there is no shard, its index cannot be used or does not match the size of its
             file, or it says another vocabulary or tokenizer than is given.
     """
-    header = read_index(Path(path).expanduser(), place)
+    where = Path(path).expanduser()
+    header = _READERS[format_of(where, place) if format == "auto" else format](where, place)
     for name, said, given in (
         ("tokenizer.vocab_size", header.vocab_size, vocab_size),
         ("tokenizer.name", header.tokenizer, tokenizer),
@@ -146,20 +162,23 @@ def read_header(
         if said is not None and given is not None and said != given:
             message = f"the shard {header.path} says another"
             raise DataError.at(name, message, given, f"null or {said}")
-    return Header(
-        header.format,
-        header.path,
-        header.file,
-        header.vocab_size if header.vocab_size is not None else vocab_size,
-        header.tokenizer if header.tokenizer is not None else tokenizer,
-        header.sha256,
-        header.max_token_id,
+    return replace(
+        header,
+        vocab_size=header.vocab_size if header.vocab_size is not None else vocab_size,
+        tokenizer=header.tokenizer if header.tokenizer is not None else tokenizer,
     )
 
 
-def _unsaid(header: Header) -> DataError:
+def known_vocab_size(header: Header) -> int:
+    """How many ids the shard's tokenizer has.
+
+    Raises:
+        DataError: neither the shard nor the spec says it.
+    """
+    if header.vocab_size is not None:
+        return header.vocab_size
     message = f"the {header.format} file {header.path} does not say it, so the spec must"
-    return DataError.at("tokenizer.vocab_size", message, None, "the number of ids, such as 50257")
+    raise DataError.at("tokenizer.vocab_size", message, None, "the number of ids, such as 50257")
 
 
 class ShardWriter:
