@@ -113,11 +113,26 @@ def available_sets(data: dict[str, Any]) -> list[str]:
 def data_faults(spec: RunSpec) -> list[Fault]:
     """What the sections `data`, `tokenizer` and `evaluation` cannot be together."""
     return [
+        *_unbuilt_faults(spec.data),
         *_field_faults(spec.data),
         *_path_faults(spec.data),
         *_tokenizer_faults(spec),
         *_set_faults(spec),
     ]
+
+
+def _unbuilt_faults(data: DataSpec) -> Iterator[Fault]:
+    """What the spec has names for and no run can have yet: refused, never ignored."""
+    if data.dataset in ("tokens", "fineweb"):
+        yield Fault("data.dataset", "is not built yet", data.dataset, "sample | text | random")
+    if data.held_out:
+        names = [one.name for one in data.held_out]
+        yield Fault("data.held_out", "sets from other files are not built yet", names, UNSET)
+    for key in _OVERLAP:
+        value = getattr(data, key)
+        if value is not None and value != _DEFAULTS[key]:
+            allowed = f"null or {_DEFAULTS[key]}"
+            yield Fault(f"data.{key}", "the overlap is not measured yet", value, allowed)
 
 
 def _field_faults(data: DataSpec) -> Iterator[Fault]:
