@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workbench.answers import Answer, AsJson, Debug, readable, say
+from workbench.data_commands import app as data_app
 from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
 from workbench.keep_commands import sync, verify
@@ -33,6 +34,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode=None,
 )
+app.add_typer(data_app)
 
 Treatment = Annotated[
     list[str] | None,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +20,7 @@ from workbench.core.data.tokenizer import Tokenizer
 Encode = Callable[..., EncodedCorpus]
 Words = Callable[..., list[str]]
 RATIO = 0.2
+TOGETHER = ", near-duplicates (13 words, 0.2) together"
 
 
 def side(text: str, ratio: float) -> str:
@@ -49,7 +53,7 @@ def test_every_document_is_where_its_hash_puts_it(
     assert sorted(held_out) == sorted(t for t in texts if side(t, RATIO) == "held_out")
     assert held_out == sorted(held_out, key=lambda t: hashlib.sha256(t.encode()).digest())
     assert 50 < len(held_out) < 110
-    assert split.rule == "document hash < 0.2"
+    assert split.rule == "document group hash < 0.2" + TOGETHER
 
 
 def test_the_side_of_a_document_does_not_depend_on_the_others(
@@ -82,6 +86,8 @@ def test_copies_fall_on_one_side_and_are_counted(
         "skipped_empty": 0,
         "exact_duplicates": 15,
         "normalised_duplicates": 5,
+        "near_duplicate_groups": 19,
+        "moved_to_training": 0,
         "train_exact_duplicates": 10,
         "held_out_dropped": 5,
         "train_documents": len(got_train),
@@ -175,7 +181,7 @@ def test_a_small_corpus_still_holds_out_a_whole_document(
     split = split_corpus(encode(*texts), byte_tokenizer, 0.05)
     digest = {t: hashlib.sha256(t.encode()).digest() for t in texts}
     assert texts_of(split, split.held_out, byte_tokenizer) == [min(texts, key=digest.__getitem__)]
-    assert split.rule == "lowest document hash (none below 0.05)"
+    assert split.rule == "lowest document group hash (none below 0.05)" + TOGETHER
     assert split.counts["train_documents"] == 24
 
 
@@ -227,7 +233,7 @@ def test_nineteen_documents_have_a_tail_and_twenty_are_split_whole(
     encode: Encode, words: Words, byte_tokenizer: Tokenizer
 ) -> None:
     assert split_corpus(encode(*words(19)), byte_tokenizer, 0.05).rule == "contiguous_tail 0.05"
-    assert "document hash" in split_corpus(encode(*words(20)), byte_tokenizer, 0.05).rule
+    assert "document group hash" in split_corpus(encode(*words(20)), byte_tokenizer, 0.05).rule
 
 
 def test_a_copy_cannot_stand_in_the_tail(encode: Encode, byte_tokenizer: Tokenizer) -> None:
@@ -270,3 +276,78 @@ def test_sample_split_is_pinned(sample: EncodedCorpus, o200k: Tokenizer) -> None
     assert split.counts["held_out_tokens"] == 47_228
     assert split.counts["train_tokens"] == 926_690
     assert split.train_sha256 == "590231e2107ccbf92d3aeb2baf60f61e14d4954099c5cb5293077b2416c4d2ed"
+
+
+def passage(draw: random.Random, words: int) -> str:
+    return " ".join(f"w{draw.randrange(10**6)}" for _ in range(words))
+
+
+def grams_of(text: str) -> set[tuple[str, ...]]:
+    """Different sequences of 13 words, found without the package."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return {tuple(words[i : i + 13]) for i in range(len(words) - 12)}
+
+
+def largest_share(held_out: list[str], train: list[str]) -> float:
+    """The largest share of the 13-word sequences of a held-out text that stand in training."""
+    stands: set[tuple[str, ...]] = set().union(*map(grams_of, train))
+    shares = []
+    for text in held_out:
+        words = re.findall(r"[^\W_]+", text.lower())
+        grams = [tuple(words[i : i + 13]) for i in range(len(words) - 12)]
+        shares.append(sum(gram in stands for gram in grams) / max(len(grams), 1))
+    return max(shares)
+
+
+def test_near_duplicates_fall_on_one_side(encode: Encode, byte_tokenizer: Tokenizer) -> None:
+    draw = random.Random(8)
+    texts = []
+    for _ in range(60):  # pairs that share half of their words
+        shared = passage(draw, 40)
+        texts += [f"{shared} {passage(draw, 40)}", f"{passage(draw, 40)} {shared}"]
+    encoded = encode(*texts)
+    split = split_corpus(encoded, byte_tokenizer, RATIO)
+    held_out, train = (
+        texts_of(split, split.held_out, byte_tokenizer),
+        train_texts(split, byte_tokenizer),
+    )
+    assert len(held_out) > 10
+    assert sorted(held_out + train) == sorted(texts)
+    pairs = [(texts[i] in held_out, texts[i + 1] in held_out) for i in range(0, len(texts), 2)]
+    assert all(one == other for one, other in pairs)
+    assert split.counts["near_duplicate_groups"] == 60
+    assert largest_share(held_out, train) == 0
+    apart = split_corpus(replace(encoded, groups=None), byte_tokenizer, RATIO)
+    assert (
+        apart.counts["moved_to_training"] > 5
+    )  # what no group held together is found all the same
+    found = texts_of(apart, apart.held_out, byte_tokenizer)
+    assert largest_share(found, train_texts(apart, byte_tokenizer)) < 0.2
+
+
+def test_a_document_made_of_many_others_is_not_held_out(
+    encode: Encode, byte_tokenizer: Tokenizer
+) -> None:
+    """No pair shares enough to be a group: the training side as a whole brings the passages."""
+    draw = random.Random(3)
+    texts = [passage(draw, 200) for _ in range(100)]
+    made = []
+    for k in range(20):
+        parts = draw.sample(range(100), 12)
+        made.append(" ".join(" ".join(texts[i].split()[20 * (k % 9) :][:20]) for i in parts))
+    split = split_corpus(encode(*texts, *made), byte_tokenizer, RATIO)
+    held_out, train = (
+        texts_of(split, split.held_out, byte_tokenizer),
+        train_texts(split, byte_tokenizer),
+    )
+    assert split.counts["moved_to_training"] > 0
+    assert len(held_out) > 5
+    assert largest_share(held_out, train) < 0.2
+
+
+def test_the_held_out_set_of_the_sample_is_clean(sample: EncodedCorpus, o200k: Tokenizer) -> None:
+    split = split_corpus(sample, o200k, 0.05)
+    held_out, train = texts_of(split, split.held_out, o200k), train_texts(split, o200k)
+    assert len(held_out) > 40
+    assert largest_share(held_out, train) < 0.2
+    assert split.counts["near_duplicate_groups"] > 10

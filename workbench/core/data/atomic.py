@@ -15,10 +15,11 @@ def temporary_name(final: Path) -> Path:
     return final.with_name(f".{final.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
-def write_file(final: Path, data: bytes) -> None:
+def write_file(final: Path, data: bytes, sync: bool = True) -> None:
     """Write `data` under `final`: whole and on the disk, or not at all.
 
-    Several processes may write the same content at once; the last rename stands.
+    Without `sync` that holds when the process is killed, but not when the power fails. Several
+    processes may write the same content at once; the last rename stands.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -26,12 +27,16 @@ def write_file(final: Path, data: bytes) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(final)
     try:
-        write_synced(temporary, data)
+        if sync:
+            write_synced(temporary, data)
+        else:
+            temporary.write_bytes(data)
         temporary.replace(final)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(final.parent)
+    if sync:
+        sync_folder(final.parent)
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +45,7 @@ class Corpus:
     files: int
     skipped_files: int
     read: Callable[[], Iterator[str]]
+    file_bytes: int | None = None  # of the files together, where they are text or parquet
 
 
 def sample_corpus() -> Corpus:
@@ -84,24 +85,38 @@ def _read_sample() -> Iterator[str]:
         yield bible.scripture_content[start:end].strip()
 
 
-def text_corpus(text_file: str | None, text_field: str = "text", unit: TextUnit = "auto") -> Corpus:
-    """Documents from a file, a folder (with all below it) or a glob.
+def text_corpus(
+    text_file: str | Sequence[str] | None,
+    text_field: str = "text",
+    unit: TextUnit = "auto",
+    place: str = "data.text_file",
+) -> Corpus:
+    """Documents from a file, a folder (with all below it) or a glob, or from several in turn.
 
     Files are read in order of their path below the folder; a file reached by two names is read
     once; names that start with a dot, and other kinds of file in a folder or glob, are left out
     (`skipped_files`). In .txt a document is a whole file, a block between blank lines, or a line;
     `auto` is `file` when there are several files, else `blank_line`. In .jsonl and .parquet it is
-    the field or column `text_field` of each line or row.
+    the field or column `text_field` of each line or row. `place` is what an error calls the
+    setting `text_file`.
 
     Raises:
         DataError: nothing there, nothing of these kinds, or a file that cannot be read. Reading the
             documents raises it too: text that is not UTF-8, bad JSON, a missing or non-text field.
     """
-    try:
-        paths, skipped = _find_files(text_file)
-    except OSError as error:  # a folder on the way to it that may not be entered
-        problem = f"cannot be read: {error.strerror}"
-        raise DataError.at("data.text_file", problem, text_file) from error
+    paths: list[Path] = []
+    seen: set[Path] = set()
+    skipped = 0
+    for source in [text_file] if isinstance(text_file, str | None) else text_file:
+        try:
+            found, others = _find_files(source, place)
+            for path in found:
+                if (real := path.resolve()) not in seen:
+                    seen.add(real)
+                    paths.append(path)
+        except OSError as error:  # a folder on the way to it that may not be entered
+            raise DataError.at(place, f"cannot be read: {error.strerror}", source) from error
+        skipped += others
     chosen: TextUnit = unit
     if unit == "auto":
         chosen = "file" if len(paths) > 1 else "blank_line"
@@ -118,12 +133,11 @@ def text_corpus(text_file: str | None, text_field: str = "text", unit: TextUnit 
     listed = ", ".join(f"{count} {suffix}" for suffix, count in counts if count)
     source = f"text: {listed} ({chosen})" if counts[0][1] else f"text: {listed}"
     key = _key(b"text: " + b"; ".join(kinds), [stamp.sha256 for stamp in stamps])
-    return Corpus(source, key, len(paths), skipped, read)
+    return Corpus(source, key, len(paths), skipped, read, sum(stamp.size for stamp in stamps))
 
 
-def _find_files(text_file: str | None) -> tuple[list[Path], int]:
-    """The files that a spec's `text_file` names, in order, and how many others were left out."""
-    place = "data.text_file"
+def _find_files(text_file: str | None, place: str) -> tuple[list[Path], int]:
+    """The files that `text_file` names, in order, and how many others were left out."""
     if not text_file:
         raise DataError.at(place, "the text data set needs a path", text_file, ALLOWED)
     named = Path(text_file).expanduser()
@@ -139,11 +153,11 @@ def _find_files(text_file: str | None) -> tuple[list[Path], int]:
     else:
         raise DataError.at(place, "no such file or folder", text_file, ALLOWED)
     paths: list[Path] = []
-    seen: set[Path] = set()
+    names: set[Path] = set()
     for _, path in sorted(found):
         real = path.resolve()
-        if path.suffix.lower() in SUFFIXES and real not in seen:
-            seen.add(real)
+        if path.suffix.lower() in SUFFIXES and real not in names:
+            names.add(real)
             paths.append(path)
     if not paths:
         problem = f"holds no such file ({len(found)} of other kinds)"

@@ -6,6 +6,7 @@
     <cache>/<key>/byte_counts.npy      int64 [N], UTF-8 bytes of each document's text
     <cache>/<key>/content_sha256.npy   uint8 [N, 32], of the text
     <cache>/<key>/split_sha256.npy     uint8 [N, 32], of the text lower-cased, blanks made single
+    <cache>/<key>/groups.npy           int64 [N], each document's group of near-duplicates
     <cache>/<key>/index.json           counts, and size and SHA-256 of each file; written last
 
 The key covers the text, the tokenizer and this format, so an entry never goes stale. It is built
@@ -30,20 +31,28 @@ import numpy.typing as npt
 from workbench.core.data import atomic
 from workbench.core.data.corpus import Corpus
 from workbench.core.data.errors import DataError
+from workbench.core.data.near_duplicates import NearDuplicates
 from workbench.core.data.tokenizer import Ids, Tokenizer, token_dtype
 from workbench.errors import storing
 
-FORMAT = "workbench-encoded-corpus-v1"
+FORMAT = "workbench-encoded-corpus-v2"
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 8 << 20, 8192  # text held while it is encoded
 FULL_CHECK_BYTES = 256 << 20  # tokens.bin up to this size is hashed on every start, else its size
 
-_ARRAYS = ("offsets", "byte_counts", "content_sha256", "split_sha256")
+# ASCII in lower case, its blanks (as str.split knows them) as spaces
+_PLAIN = bytes(32 if chr(byte).isspace() else ord(chr(byte).lower()) for byte in range(128)).ljust(
+    256
+)
+_ARRAYS = ("offsets", "byte_counts", "content_sha256", "split_sha256", "groups")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedCorpus:
-    """N documents as one array of ids; see the module's head for the layout."""
+    """N documents as one array of ids; see the module's head for the layout.
+
+    Without `groups` every document is one of its own.
+    """
 
     tokens: Ids
     offsets: npt.NDArray[np.int64]
@@ -51,6 +60,7 @@ class EncodedCorpus:
     content_sha256: npt.NDArray[np.uint8]
     split_sha256: npt.NDArray[np.uint8]
     skipped_empty: int
+    groups: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.byte_counts)
@@ -127,9 +137,11 @@ def _build(
     content: list[bytes] = []
     split: list[bytes] = []
     documents = 0
+    near = NearDuplicates()
     with (folder / "tokens.bin").open("wb") as file:
-        for texts, read in _batches(corpus.read()):
+        for texts, read in batches(corpus.read()):
             documents += read
+            near.add_texts(texts)
             for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
                 run = np.empty(len(ids) + 1, dtype)
                 run[0] = tokenizer.eod_id
@@ -150,6 +162,7 @@ def _build(
         "byte_counts": np.array(byte_counts, "<i8"),
         "content_sha256": np.frombuffer(b"".join(content), np.uint8).reshape(-1, 32),
         "split_sha256": np.frombuffer(b"".join(split), np.uint8).reshape(-1, 32),
+        "groups": near.groups().numbers,
     }
     for name, array in arrays.items():
         with (folder / f"{name}.npy").open("wb") as file:
@@ -213,11 +226,18 @@ def checked_ids(ids: Ids, vocab_size: int) -> Ids:
 
 def normalised(text: str) -> str:
     """The text without differences of case and of blanks: what the split treats as the same."""
-    return " ".join(text.casefold().split())
+    if not text.isascii():
+        return " ".join(text.casefold().split())
+    # The same for ASCII, nine times as fast.
+    plain = text.encode("ascii").translate(_PLAIN).strip(b" ")
+    while b"  " in plain:
+        plain = plain.replace(b"  ", b" ")
+    return plain.decode("ascii")
 
 
-def _batches(texts: Iterator[str]) -> Iterator[tuple[list[str], int]]:
-    """Documents with text in batches of bounded size, and how many were read for each batch."""
+def batches(texts: Iterator[str], most: int = BATCH_CHARACTERS) -> Iterator[tuple[list[str], int]]:
+    """Documents with text in batches of about `most` characters, and how many were read for each
+    batch."""
     batch: list[str] = []
     read = characters = 0
     for text in texts:
@@ -226,7 +246,7 @@ def _batches(texts: Iterator[str]) -> Iterator[tuple[list[str], int]]:
             continue
         batch.append(text)
         characters += len(text)
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+        if characters >= most or len(batch) >= BATCH_DOCUMENTS:
             yield batch, read
             batch, read, characters = [], 0, 0
     if read:

@@ -84,7 +84,8 @@ def _from_corpus(
     spec: RunSpec, corpus: Corpus, tokenizer: Tokenizer, store: Path, seed: int
 ) -> Data:
     encoded = encode_corpus(corpus, tokenizer, store / "cache" / "corpus")
-    split = split_corpus(encoded, tokenizer, spec.data.held_out_ratio or 0.0)
+    ratio, cache = spec.data.held_out_ratio or 0.0, store / "cache/overlap"
+    split = split_corpus(encoded, tokenizer, ratio, cache_dir=cache)
     windows = TokenWindows(
         split.tokens,
         split.train_segments,
@@ -110,7 +111,7 @@ def _from_corpus(
         "train_bytes": split.counts["train_bytes"],
         "split": split.rule,
         "counts": _counts(corpus, split, windows),
-        "overlap": "documents equal up to case and blanks are on one side; n-grams not checked",
+        "overlap": "near-duplicates are on one side: see split",
     }
     return Data(
         tokenizer, sets, _facts(tokenizer, facts, sets, spec), lambda: WindowStream(windows)

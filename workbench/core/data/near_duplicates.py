@@ -23,12 +23,20 @@ Shapes: D documents, E entries (one for each different n-gram of each document).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from workbench.core.data.ngrams import Int64, Ragged, UInt64
+from workbench.core.data.ngrams import (
+    BATCH_CHARACTERS,
+    Int64,
+    Ragged,
+    UInt64,
+    ngrams,
+    word_hashes,
+)
 
 MOST_ENTRIES = 16 << 20
 MOST_PAIRED = 8
@@ -51,6 +59,24 @@ class Groups:
         return int((np.bincount(self.numbers) > 1).sum()) if len(self.numbers) else 0
 
 
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What is kept of the n-grams of D documents: `hashes` and `documents` [E], each n-gram of
+    each document once, and a fingerprint of all n-grams of each document [D]."""
+
+    hashes: UInt64
+    documents: npt.NDArray[np.int32]
+    fingerprints: UInt64
+
+
+def sample_of(grams: Ragged, halvings: int = 0) -> Sample:
+    """The sample of these documents at the rate 2^-halvings."""
+    documents = np.repeat(np.arange(len(grams), dtype=np.int32), grams.lengths)
+    kept = grams.values <= _limit(halvings)
+    hashes, documents = _distinct(grams.values[kept], documents[kept])
+    return Sample(hashes, documents, _fingerprints(grams))
+
+
 class NearDuplicates:
     """Collects the n-grams of documents, then groups them.
 
@@ -59,7 +85,7 @@ class NearDuplicates:
 
     def __init__(self, share: float = SHARE, most_entries: int = MOST_ENTRIES) -> None:
         self._share, self._most = share, most_entries
-        self._halvings = 0
+        self.halvings = 0
         self._hashes: list[UInt64] = []
         self._documents: list[npt.NDArray[np.int32]] = []
         self._fingerprints: list[UInt64] = []
@@ -68,16 +94,30 @@ class NearDuplicates:
 
     def add(self, grams: Ragged) -> None:
         """The n-grams of the next documents, as `ngrams.ngrams` makes them."""
-        documents = np.repeat(np.arange(len(grams), dtype=np.int32), grams.lengths)
-        self._fingerprints.append(_fingerprints(grams))
-        kept = grams.values <= self._limit
-        hashes, documents = _distinct(grams.values[kept], documents[kept])
-        self._hashes.append(hashes)
-        self._documents.append(documents + np.int32(self._count))
-        self._count += len(grams)
-        self._entries += len(hashes)
+        self.add_sample(sample_of(grams, self.halvings))
+
+    def add_sample(self, sample: Sample) -> None:
+        """The next documents, sampled elsewhere at a rate of at least 2^-halvings."""
+        kept = sample.hashes <= _limit(self.halvings)
+        self._fingerprints.append(sample.fingerprints)
+        self._hashes.append(sample.hashes[kept])
+        self._documents.append(sample.documents[kept] + np.int32(self._count))
+        self._count += len(sample.fingerprints)
+        self._entries += len(self._hashes[-1])
         while self._entries > self._most:
             self._halve()
+
+    def add_texts(self, texts: Iterable[str]) -> None:
+        """The n-grams of the next documents, by their words."""
+        batch: list[str] = []
+        characters = 0
+        for text in texts:
+            batch.append(text)
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                self.add(ngrams(word_hashes(batch)))
+                batch, characters = [], 0
+        self.add(ngrams(word_hashes(batch)))
 
     def groups(self) -> Groups:
         """The group of every document added, in the order in which they were added."""
@@ -93,15 +133,11 @@ class NearDuplicates:
         first = np.unique(labels, return_index=True)[1]
         numbers = np.empty(len(first), np.int64)
         numbers[np.argsort(first)] = np.arange(len(first))
-        return Groups(numbers[labels], 0.5**self._halvings)
-
-    @property
-    def _limit(self) -> np.uint64:
-        return np.uint64(2 ** (64 - self._halvings) - 1)
+        return Groups(numbers[labels], 0.5**self.halvings)
 
     def _halve(self) -> None:
-        self._halvings += 1
-        kept = [hashes <= self._limit for hashes in self._hashes]
+        self.halvings += 1
+        kept = [hashes <= _limit(self.halvings) for hashes in self._hashes]
         self._hashes = [h[k] for h, k in zip(self._hashes, kept, strict=True)]
         self._documents = [d[k] for d, k in zip(self._documents, kept, strict=True)]
         self._entries = sum(map(len, self._hashes))
@@ -112,6 +148,8 @@ class NearDuplicates:
         documents = np.concatenate([np.zeros(0, np.int32), *self._documents])
         self._hashes, self._documents = [hashes], [documents]
         sizes = np.bincount(documents, minlength=self._count)
+        several = _occurs_again(hashes)  # the others link nothing
+        hashes, documents = hashes[several], documents[several]
         # Documents in order of their content, so that "next" and "first" mean the same in any order
         order = np.lexsort((sizes, fingerprints))
         rank = np.empty(self._count, np.int64)
@@ -171,8 +209,34 @@ def _distinct(
     hashes: UInt64, documents: npt.NDArray[np.int32]
 ) -> tuple[UInt64, npt.NDArray[np.int32]]:
     """Each n-gram of each document once."""
-    order = np.lexsort((hashes, documents))
-    hashes, documents = hashes[order], documents[order]
-    new = np.ones(len(hashes), bool)
-    new[1:] = (hashes[1:] != hashes[:-1]) | (documents[1:] != documents[:-1])
-    return hashes[new], documents[new]
+    again = _occurs_again(hashes)  # few, and only those need the slow sort by two keys
+    some, theirs = hashes[again], documents[again]
+    order = np.lexsort((some, theirs))
+    some, theirs = some[order], theirs[order]
+    new = np.ones(len(some), bool)
+    new[1:] = (some[1:] != some[:-1]) | (theirs[1:] != theirs[:-1])
+    return np.r_[hashes[~again], some[new]], np.r_[documents[~again], theirs[new]]
+
+
+def _occurs_again(hashes: UInt64) -> npt.NDArray[np.bool_]:
+    """Which of the hashes stand there more than once [E]."""
+    ordered = np.sort(hashes)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    found = np.zeros(len(hashes), bool)
+    if not len(repeated):
+        return found
+    repeated = repeated[np.r_[True, repeated[1:] != repeated[:-1]]]
+    # A table by the first bits leaves few to be looked up: that is four times as fast.
+    bits = min(max(len(hashes).bit_length() + 2, 8), 26)
+    shift = np.uint64(64 - bits)
+    table = np.zeros(1 << bits, bool)
+    table[(repeated >> shift).astype(np.int64)] = True
+    perhaps = np.flatnonzero(table[(hashes >> shift).astype(np.int64)])
+    at = np.minimum(np.searchsorted(repeated, hashes[perhaps]), len(repeated) - 1)
+    found[perhaps] = repeated[at] == hashes[perhaps]
+    return found
+
+
+def _limit(halvings: int) -> np.uint64:
+    """The largest hash of a sample at the rate 2^-halvings."""
+    return np.uint64(2 ** (64 - halvings) - 1)

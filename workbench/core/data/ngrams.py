@@ -28,10 +28,11 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 WORDS = 13  # of an n-gram, unless a spec says otherwise
-BATCH_CHARACTERS = 1 << 18  # hashed at once: about 10 MB of memory
+BATCH_CHARACTERS = 1 << 17  # hashed at once: about 5 MB of memory
 MOST_UNITS = 256  # of an n-gram
 
 _SEPARATOR, _PART, _ALONE = 0, 1, 2
+_TABLE_PLACES = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _COMMON = 0x3000  # code points whose table is built in no time; that of all takes 0.3 s
 _BLANK = re.compile(r"\s")
@@ -71,7 +72,21 @@ class Ragged:
 
 
 def word_hashes(texts: Sequence[str]) -> Ragged:
-    """The hash of every word of each text, in order [U]. Memory: about 40 bytes a character."""
+    """The hash of every word of each text, in order [U]. Memory: that, and one batch."""
+    lengths = np.zeros(len(texts), np.int64)
+    values = [np.zeros(0, np.uint64)]
+    document = 0
+    for texts_read, found in _batches(texts, 0):
+        values.append(found.values)
+        np.add.at(lengths, np.arange(document, document + len(found)), found.lengths)
+        document += texts_read
+    return Ragged(np.concatenate(values), np.r_[0, np.cumsum(lengths)].astype(np.int64))
+
+
+def _hashed(texts: Sequence[str]) -> Ragged:
+    """`word_hashes` of one batch: about 40 bytes a character."""
+    if all(text.isascii() for text in texts):
+        return _hashed_ascii(texts)
     prepared = [_prepared(text) for text in texts]
     sizes = np.fromiter((len(text) + 1 for text in prepared), np.int64, len(prepared))
     ends = np.cumsum(sizes)
@@ -93,6 +108,33 @@ def word_hashes(texts: Sequence[str]) -> Ragged:
     hashes = _mixed(np.add.reduceat(letters, first))
     starts = kept[first]
     return Ragged(hashes, np.r_[0, np.searchsorted(starts, ends)].astype(np.int64))
+
+
+def _hashed_ascii(texts: Sequence[str]) -> Ragged:
+    """`_hashed` of ASCII alone: the same hashes from tables, three times as fast."""
+    sizes = np.fromiter((len(text) + 1 for text in texts), np.int64, len(texts))
+    joined = "\n".join([*texts, ""]).lower().encode("ascii")
+    codes = np.frombuffer(joined, np.uint8)
+    is_part = (_kinds(_COMMON)[:128] != _SEPARATOR).take(codes)
+    begins = is_part.copy()
+    begins[1:] &= ~is_part[:-1]
+    starts = np.flatnonzero(begins)
+    offsets = np.r_[0, np.searchsorted(starts, np.cumsum(sizes))].astype(np.int64)
+    if not len(starts):
+        return Ragged(np.zeros(0, np.uint64), offsets)
+    codes, is_part = codes[starts[0] :], is_part[starts[0] :]
+    starts -= starts[0]
+    spans = np.diff(starts, append=len(codes))  # with what separates a word from the next one
+    positions = np.arange(len(codes), dtype=np.int32)
+    positions -= np.repeat(starts.astype(np.int32), spans)
+    letters = _letters().take((np.minimum(positions, _TABLE_PLACES - 1) << 7) | codes)
+    far = np.flatnonzero(is_part & (positions >= _TABLE_PLACES))
+    places = positions[far].astype(np.uint64) << np.uint64(21)
+    letters[far] = _mixed(codes[far].astype(np.uint64) | places)
+    # What separates counts 0, and sums that wrap around have the right differences.
+    sums = np.cumsum(letters, out=letters)[starts + spans - 1]
+    sums[1:] -= sums[:-1].copy()
+    return Ragged(_mixed(sums), offsets)
 
 
 def id_hashes(documents: Sequence[npt.NDArray[np.integer]]) -> Ragged:
@@ -148,19 +190,26 @@ def word_batches(texts: Iterable[str], overlap: int) -> Iterator[Ragged]:
     A text longer than that comes in parts, each of them a document that starts with the last
     `overlap` words of the part before: with `overlap` n - 1 no n-gram is lost.
     """
+    yield from (found for _, found in _batches(texts, overlap))
+
+
+def _batches(texts: Iterable[str], overlap: int) -> Iterator[tuple[int, Ragged]]:
+    """`word_batches`, and how many texts end with each of them: none before the last part of a
+    long one."""
     batch: list[str] = []
     characters = 0
     for text in texts:
+        if batch and characters + len(text) > BATCH_CHARACTERS:
+            yield len(batch), _hashed(batch)
+            batch, characters = [], 0
         if len(text) > BATCH_CHARACTERS:
-            yield from _long_text(text, overlap)
+            yield from ((0, part) for part in _long_text(text, overlap))
+            yield 1, Ragged(np.zeros(0, np.uint64), np.zeros(2, np.int64))
             continue
         batch.append(text)
         characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield word_hashes(batch)
-            batch, characters = [], 0
     if batch:
-        yield word_hashes(batch)
+        yield len(batch), _hashed(batch)
 
 
 def _long_text(text: str, overlap: int) -> Iterator[Ragged]:
@@ -168,10 +217,12 @@ def _long_text(text: str, overlap: int) -> Iterator[Ragged]:
     start = 0
     while start < len(text):
         # Cut at a blank: no word, and nothing that NFKC joins, stands on both sides of it.
-        found = _BLANK.search(text, start + BATCH_CHARACTERS)
-        end = found.end() if found else len(text)
-        words = np.r_[carried, word_hashes([text[start:end]]).values]
-        yield Ragged(words, np.array([0, len(words)], np.int64))
+        blank = _BLANK.search(text, start + BATCH_CHARACTERS)
+        end = blank.end() if blank else len(text)
+        found = _hashed([text[start:end]]).values
+        words = np.r_[carried, found]
+        if len(found):
+            yield Ragged(words, np.array([0, len(words)], np.int64))
         carried = words[max(0, len(words) - overlap) :]
         start = end
 
@@ -196,6 +247,14 @@ def _kinds(count: int) -> npt.NDArray[np.uint8]:
     for low, high in _WITHOUT_BLANKS:
         kinds[low : high + 1] *= _ALONE
     return kinds
+
+
+@cache
+def _letters() -> UInt64:
+    """What an ASCII character counts at each of the first places of a word [places x 128]."""
+    codes, places = np.arange(128, dtype=np.uint64), np.arange(_TABLE_PLACES, dtype=np.uint64)
+    table = _mixed(codes[None, :] | (places[:, None] << np.uint64(21)))
+    return np.where(_kinds(_COMMON)[:128] == _SEPARATOR, np.uint64(0), table).ravel()
 
 
 @cache

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from workbench.core.data import atomic
 from workbench.core.data.encoded import checked_ids
@@ -52,6 +53,8 @@ from workbench.core.data.shard_index import (
 )
 from workbench.core.data.tokenizer import Ids, token_dtype
 from workbench.errors import storing
+
+Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,15 +257,36 @@ class ShardWriter:
             ValueError: an id outside the vocabulary, or boundaries of some documents only.
             StoreError: the disk is full.
         """
+        lead = [] if self._eod_id is None else [self._eod_id]
+        run = np.concatenate([np.array(lead, np.int64), ids])
+        lengths = np.array([len(run)])
+        if bytes is None or sha256 is None:
+            self.extend(run, lengths)
+        else:
+            rows = np.frombuffer(sha256, np.uint8)[None]
+            self.extend(run, lengths, np.array([bytes]), rows)
+
+    def extend(
+        self,
+        ids: Ids,
+        lengths: Int64,
+        bytes: Int64 | None = None,
+        sha256: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Add n documents at once; raises what `append` does.
+
+        Args:
+            ids: of all of them in a row, each after its end-of-document id where there is one.
+            lengths: ids of each [n], the end-of-document id counted.
+            bytes: [n] and
+            sha256: [n, 32], as for `append`.
+        """
         assert self._file is not None, "a writer is used in a `with`"
         is_known = bytes is not None and sha256 is not None
         if self._has_documents not in (None, is_known):
             raise ValueError("boundaries are kept of all documents or of none")
         self._has_documents = is_known
-        lead = [] if self._eod_id is None else [self._eod_id]
-        run = np.empty(len(lead) + len(ids), self._dtype)
-        run[: len(lead)] = checked_ids(np.array(lead, np.int64), self._vocab_size)
-        run[len(lead) :] = checked_ids(ids, self._vocab_size)
+        run = checked_ids(ids, self._vocab_size).astype(self._dtype, copy=False)
         raw = run.tobytes()
         with storing(self._folder):
             self._file.write(raw)
@@ -270,10 +294,11 @@ class ShardWriter:
         if len(run):
             self._highest = max(self._highest, int(run.max()))
         if is_known:
-            row = np.zeros((), DOCUMENT)
-            row["start"], row["end"] = self._count + len(lead), self._count + len(run)
-            row["bytes"], row["sha256"] = bytes, np.frombuffer(sha256 or b"", np.uint8)
-            self._rows += row.tobytes()
+            rows = np.zeros(len(lengths), DOCUMENT)
+            rows["end"] = self._count + np.cumsum(lengths)
+            rows["start"] = rows["end"] - lengths + (self._eod_id is not None)
+            rows["bytes"], rows["sha256"] = bytes, sha256
+            self._rows += rows.tobytes()
         self._count += len(run)
 
     def finish(self, counts: dict[str, int] | None = None) -> Path:

@@ -4,6 +4,12 @@ A document is held out when the SHA-256 of its normalised text (case and blanks 
 as a fraction of 2^256, is below the ratio. So equal texts, and texts that differ in case or blanks
 only, always fall on the same side, whatever else the corpus holds and whoever asks.
 
+Near-duplicates (see `near_duplicates`) stay together: of a group of different texts the hash of the
+smallest of their hashes decides for all, and a group larger than the whole share to be held out
+trains. Then it is verified: a held-out document whose n-grams stand in the training text to 20 %
+(settable) or more is moved there with its group, until none is. So what is held out here passes the
+test of `overlap`.
+
 A text of fewer than 20 documents cannot be split so. Its last part is held out instead, as one
 stretch (`contiguous_tail`), and what is scored are fixed blocks of 1,024 tokens.
 """
@@ -12,13 +18,24 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from workbench.core.data.encoded import EncodedCorpus
 from workbench.core.data.errors import DataError
+from workbench.core.data.overlap import Passages, Settings
+from workbench.core.data.passages import passages_of_documents, passages_of_ids
+from workbench.core.data.sides import (
+    Documents,
+    Hashes,
+    Int64,
+    as_keys,
+    choose_sides,
+    first_of_each,
+    in_hash_order,
+)
 from workbench.core.data.tokenizer import Ids, Tokenizer
 
 MIN_DOCUMENTS = 20  # fewer are split as one text
@@ -27,8 +44,6 @@ MIN_TAIL_TOKENS = 2048  # of a contiguous tail, but never more than a fifth of t
 UNMATCHED_RATIO = 0.05  # size of the train_split set where nothing is held out
 
 Unit = Literal["document", "block of 1024 tokens"]
-Int64 = npt.NDArray[np.int64]
-Hashes = npt.NDArray[np.uint8]  # [N, 32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,52 +83,62 @@ class Split:
     held_out: Spans
     train_split: Spans
     counts: dict[str, int]
+    held_out_passages: Passages
+    train_passages: Passages
 
 
-def split_corpus(encoded: EncodedCorpus, tokenizer: Tokenizer, ratio: float) -> Split:
+def split_corpus(
+    encoded: EncodedCorpus,
+    tokenizer: Tokenizer,
+    ratio: float,
+    settings: Settings | None = None,
+    cache_dir: Path | None = None,
+) -> Split:
     """Split by whole documents, or by a contiguous tail where there are fewer than 20.
 
     `held_out` has each text once (`held_out_dropped` counts the copies left out); training keeps
     copies, as they are part of the text. `train_split` is a set of whole training documents, each
     text once, first in hash order, with about as many bytes as `held_out` (bytes: every tokenizer
-    gives the same set), or 5 % of the training text where nothing is held out.
+    gives the same set), or 5 % of the training text where nothing is held out. What is measured to
+    verify the split is kept in `cache_dir`.
 
     Raises:
         DataError: no split leaves text on both sides.
+        StoreError: the cache cannot be written.
     """
     if not 0 <= ratio < 1:
         raise DataError.at("data.held_out_ratio", "is a share of the text", ratio, "0 to below 1")
     if len(encoded) < MIN_DOCUMENTS and ratio > 0:
         return _contiguous_tail(encoded, tokenizer, ratio)
-    return _by_document(encoded, ratio)
+    return _by_document(encoded, tokenizer, ratio, settings or Settings(), cache_dir)
 
 
 def every_document(encoded: EncodedCorpus) -> Spans:
     """All documents of a corpus in order of their hash, each text once."""
-    chosen = _in_hash_order(encoded.content_sha256, np.arange(len(encoded), dtype=np.int64))
+    chosen = in_hash_order(encoded.content_sha256, np.arange(len(encoded), dtype=np.int64))
     return _document_spans(encoded, chosen)
 
 
-def _by_document(encoded: EncodedCorpus, ratio: float) -> Split:
-    # The first 8 of the 32 bytes decide: that is finer than the ratio, which is a float.
-    position = encoded.split_sha256[:, :8].copy().view(">u8").ravel().astype(np.uint64)
-    threshold = int(ratio * 2.0**64)
-    is_held_out = position < np.uint64(threshold)
-    rule = f"document hash < {ratio}" if ratio > 0 else "none"
-    if ratio > 0 and not is_held_out.any():
-        is_held_out = position == position.min()
-        rule = f"lowest document hash (none below {ratio})"
-    if is_held_out.all():
-        is_held_out = position != position.max()
-        rule = f"all but the highest document hash (none above {ratio})"
-        if not is_held_out.any():
-            problem = f"all {len(encoded):,} documents are the same text, up to case and blanks"
-            raise DataError.at("data.held_out_ratio", f"{problem}: nothing can be held out", ratio)
+def _by_document(
+    encoded: EncodedCorpus,
+    tokenizer: Tokenizer,
+    ratio: float,
+    settings: Settings,
+    cache_dir: Path | None,
+) -> Split:
+    documents = Documents(
+        encoded.byte_counts,
+        encoded.content_sha256,
+        encoded.split_sha256,
+        encoded.groups,
+        lambda chosen: _passages(encoded, chosen, tokenizer),
+    )
+    is_held_out, rule, shared, moved = choose_sides(documents, ratio, settings, cache_dir)
 
     train = np.flatnonzero(~is_held_out)
     held_out_all = np.flatnonzero(is_held_out)
-    held_out = _in_hash_order(encoded.content_sha256, held_out_all)
-    candidates = _document_spans(encoded, _in_hash_order(encoded.content_sha256, train))
+    held_out = in_hash_order(encoded.content_sha256, held_out_all)
+    candidates = _document_spans(encoded, in_hash_order(encoded.content_sha256, train))
     held_out_spans = _document_spans(encoded, held_out)
     starts, ends = encoded.offsets[train], encoded.offsets[train + 1]
     segments = _merged(np.stack([starts, ends], axis=1))
@@ -126,6 +151,8 @@ def _by_document(encoded: EncodedCorpus, ratio: float) -> Split:
         "skipped_empty": encoded.skipped_empty,
         "exact_duplicates": exact,
         "normalised_duplicates": alike - exact,
+        "near_duplicate_groups": shared,
+        "moved_to_training": moved,
         "train_exact_duplicates": len(train) - len(candidates),
         "held_out_dropped": len(held_out_all) - len(held_out),
         "train_documents": len(train),
@@ -142,6 +169,8 @@ def _by_document(encoded: EncodedCorpus, ratio: float) -> Split:
         held_out_spans,
         _of_size(candidates, int(held_out_spans.byte_counts.sum())),
         counts,
+        _passages(encoded, held_out, tokenizer),
+        _passages(encoded, train, tokenizer),
     )
 
 
@@ -151,7 +180,7 @@ def _contiguous_tail(encoded: EncodedCorpus, tokenizer: Tokenizer, ratio: float)
     Copies of a document (up to case and blanks) are left out after the first: one could stand in
     the tail and the other before it.
     """
-    kept = np.sort(_first_of_each(encoded.split_sha256))
+    kept = np.sort(first_of_each(encoded.split_sha256))
     tokens = encoded.tokens
     if len(kept) < len(encoded):
         runs = [encoded.tokens[encoded.offsets[i] : encoded.offsets[i + 1]] for i in kept]
@@ -186,7 +215,18 @@ def _contiguous_tail(encoded: EncodedCorpus, tokenizer: Tokenizer, ratio: float)
         held_out,
         _of_size(candidates, int(held_out.byte_counts.sum())),
         counts,
+        passages_of_ids(tokens, held_out.ranges, _blocks_sha256(held_out), tokenizer),
+        passages_of_ids(tokens, np.array([[0, cut]]), _ids_sha256(tokens[:cut]).hex(), tokenizer),
     )
+
+
+def _blocks_sha256(spans: Spans) -> str:
+    return hashlib.sha256(spans.sha256.tobytes()).hexdigest()
+
+
+def _passages(encoded: EncodedCorpus, documents: Int64, tokenizer: Tokenizer) -> Passages:
+    spans = _document_spans(encoded, documents)
+    return passages_of_documents(encoded.tokens, spans.ranges, spans.sha256, tokenizer)
 
 
 def _held_out_counts(spans: Spans) -> dict[str, int]:
@@ -211,7 +251,7 @@ def _block_spans(tokens: Ids, start: int, end: int, tokenizer: Tokenizer) -> Spa
     sums = [_text_bytes(tokens[a:b], tokenizer) for a, b in ranges]
     hashes = b"".join(_ids_sha256(tokens[a:b]) for a, b in ranges)
     table = np.frombuffer(hashes, np.uint8).reshape(-1, 32)
-    order = np.argsort(_as_keys(table), kind="stable")  # equal blocks stay: all of it is scored
+    order = np.argsort(as_keys(table), kind="stable")  # equal blocks stay: all of it is scored
     return Spans("block of 1024 tokens", ranges[order], np.array(sums)[order], table[order])
 
 
@@ -228,25 +268,8 @@ def _text_bytes(ids: Ids, tokenizer: Tokenizer) -> int:
     return sum(int(tokenizer.byte_lengths[ids[start : start + (1 << 20)]].sum()) for start in parts)
 
 
-def _in_hash_order(hashes: Hashes, chosen: Int64) -> Int64:
-    """`chosen` sorted by hash, the first of those with the same hash."""
-    return chosen[_first_of_each(hashes[chosen])]
-
-
-def _first_of_each(hashes: Hashes) -> Int64:
-    """The first index of each hash, in order of the hashes."""
-    if not len(hashes):
-        return np.zeros(0, np.int64)
-    return np.unique(_as_keys(hashes), return_index=True)[1].astype(np.int64)
-
-
-def _as_keys(hashes: Hashes) -> npt.NDArray[np.bytes_]:
-    """Each row as one string of 32 bytes [N]: numpy sorts and compares those like the bytes."""
-    return np.ascontiguousarray(hashes).view("S32").ravel()
-
-
 def _distinct(hashes: Hashes) -> int:
-    return len(_first_of_each(hashes))
+    return len(first_of_each(hashes))
 
 
 def _merged(ranges: Int64) -> Int64:

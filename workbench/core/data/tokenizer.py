@@ -6,7 +6,6 @@ A document's text is encoded as ordinary text: what looks like a special token i
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -19,6 +18,7 @@ import tiktoken
 
 from workbench.core.data import rank_files
 from workbench.core.data.errors import DataError
+from workbench.core.data.workers import cores
 
 Ids = npt.NDArray[np.integer]
 
@@ -70,8 +70,12 @@ class Tokenizer:
         def encode_all(some: Sequence[str]) -> list[Ids]:
             return [self._codec.encode(text) for text in some]
 
-        with ThreadPoolExecutor(_cores()) as pool:
+        with ThreadPoolExecutor(cores()) as pool:
             return [ids for part in pool.map(encode_all, _tasks(texts)) for ids in part]
+
+    def encode(self, text: str) -> Ids:
+        """The ids of one text, on this core; raises what `encode_documents` does."""
+        return self._codec.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Bytes that are not UTF-8 (a cut character) become U+FFFD.
@@ -84,7 +88,7 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`; a special token is its name."""
         try:
-            return b"".join([self._bytes_of_id[int(i)] for i in ids])
+            return b"".join(map(self._bytes_of_id.__getitem__, ids))
         except KeyError as error:
             raise ValueError(f"tokenizer {self.name}: id {error} names no token") from None
 
@@ -205,9 +209,3 @@ def _tasks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
             start, characters = end, 0
     if start < len(texts):
         yield texts[start:]
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
