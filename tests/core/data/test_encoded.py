@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import socket
@@ -357,3 +358,11 @@ def test_a_file_takes_its_name_by_renaming_only(
 
 def test_normalising_by_hand() -> None:
     assert normalised("  Straße\r\n\tA\u00a0b ") == "strasse a b"
+
+
+def test_ascii_is_normalised_like_any_text() -> None:
+    draw = random.Random(1)
+    characters = "".join(map(chr, range(128))) + " \t\n" * 30
+    for size in range(200):
+        text = "".join(draw.choice(characters) for _ in range(size))
+        assert normalised(text) == " ".join(text.casefold().split())

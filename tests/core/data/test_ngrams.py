@@ -164,3 +164,17 @@ def test_beyond_the_bound_a_sample_decides_whatever_the_order() -> None:
 def test_no_documents_have_no_groups() -> None:
     assert group(ngrams.ngrams(word_hashes([]))).numbers.tolist() == []
     assert group(ngrams.ngrams(word_hashes(["", "..."]))).numbers.tolist() == [0, 1]
+
+
+def test_words_of_ascii_have_the_hashes_they_have_beside_other_letters() -> None:
+    draw = random.Random(2)
+    letters = "".join(map(chr, range(1, 128)))
+    for _ in range(40):
+        texts = [
+            "".join(draw.choice(draw.choice((letters, "abc XY9 "))) for _ in range(size))
+            for size in draw.sample(range(300), 4)
+        ]
+        texts += ["x" * 200 + " " + "y9" * 90, "", "..."]  # words longer than any table
+        alone, beside = word_hashes(texts), word_hashes([*texts, "é"])
+        assert alone.values.tolist() == beside.values[:-1].tolist()
+        assert alone.offsets.tolist() == beside.offsets[:-1].tolist()
