@@ -13,7 +13,6 @@ from workbench.spec.run import RunSpec
 @pytest.mark.parametrize(
     ("data", "place"),
     [
-        ({"dataset": "tokens", "tokens_path": "shard"}, "data.dataset"),
         ({"dataset": "fineweb", "stream_path": "folder"}, "data.dataset"),
         ({"dataset": "sample", "held_out": [{"name": "wiki", "path": "w.txt"}]}, "data.held_out"),
         ({"dataset": "sample", "overlap_ngram": 8}, "data.overlap_ngram"),

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workbench.core.data.errors import DataError
+from workbench.core.data.shard_files import StoredIds
 from workbench.core.data.tokenizer import Ids
 
 Order = Literal["shuffled", "sequential", "random"]
@@ -55,7 +56,7 @@ class TokenWindows:
         DataError: the stream is shorter than one window.
     """
 
-    tokens: Ids
+    tokens: Ids | StoredIds
     segments: npt.NDArray[np.int64]
     seq_len: int
     order: Order

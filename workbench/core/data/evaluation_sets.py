@@ -1,7 +1,8 @@
 """What is scored, and in which windows: every token of a set once, none of the padding.
 
 A document is scored after the end-of-document id: the first input of all is that id, and a later
-window starts with the token before it. The end-of-document id is never a target.
+window starts with the token before it. The end-of-document id is never a target. Of a token shard
+that does not say which id that is, a document starts with the id before it in the shard.
 
 Windows of up to S tokens start every `stride` tokens. The first one scores all it holds; each later
 one scores its last `stride` tokens (the last window those that are left) and takes the S - stride
@@ -32,23 +33,34 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """Documents in hash order. `byte_counts` is None where the ids stand for no text."""
+    """Documents in hash order. `byte_counts` is None where the ids stand for no text.
+
+    `contexts` [M] are the ids that documents start after where `eod_id` is None.
+    """
 
     name: str
     unit: Unit
-    eod_id: int
+    eod_id: int | None
     documents: Sequence[Ids]  # M arrays of token ids
     byte_counts: Int64 | None  # [M], UTF-8 bytes of each document's text
     content_sha256: npt.NDArray[np.uint8]  # [M, 32]
+    contexts: Int64 | None = None
 
     @property
     def sha256(self) -> str:
-        """Identity of the set: over the hashes of its documents in order."""
-        return hashlib.sha256(self.content_sha256.tobytes()).hexdigest()
+        """Identity of the set: over the hashes of its documents in order, and their contexts."""
+        before = b"" if self.contexts is None else self.contexts.astype("<i8").tobytes()
+        return hashlib.sha256(self.content_sha256.tobytes() + before).hexdigest()
+
+    def context(self, document: int) -> int:
+        """The id that a document starts after."""
+        return self.eod_id if self.eod_id is not None else int(_known(self.contexts)[document])
 
     @property
     def scored_tokens(self) -> int:
         """Targets in all windows of the set."""
+        if self.eod_id is None:
+            return sum(len(ids) for ids in self.documents)
         return sum(int(np.count_nonzero(ids != self.eod_id)) for ids in self.documents)
 
     @property
@@ -94,7 +106,7 @@ def facts_of(
         "unit": one.unit,
         "scored_tokens": one.scored_tokens,
         "bytes": no_bytes if one.scored_bytes is None else one.scored_bytes,
-        "context": context_of(seq_len, stride),
+        "context": context_of(seq_len, stride, one.eod_id is not None),
     }
 
 
@@ -123,7 +135,7 @@ def scoring_batches(
     for first in range(0, len(starts), batch_size):
         rows = starts[first : first + batch_size]
         width = min(seq_len, -(-rows[0][0] // PAD_MULTIPLE) * PAD_MULTIPLE)
-        inputs = np.full((len(rows), width), evaluation_set.eod_id, np.int64)
+        inputs = np.full((len(rows), width), evaluation_set.eod_id or 0, np.int64)
         targets = np.full((len(rows), width), IGNORED, np.int64)
         for row, (length, document, start) in enumerate(rows):
             window = _window(evaluation_set, document, start, seq_len, stride)
@@ -143,17 +155,24 @@ def _window(
 ) -> Window:
     ids = evaluation_set.documents[document]
     targets = ids[start : start + seq_len].astype(np.int64)
-    before = evaluation_set.eod_id if start == 0 else int(ids[start - 1])
+    before = evaluation_set.context(document) if start == 0 else int(ids[start - 1])
     inputs = np.r_[before, targets[:-1]].astype(np.int64)
     # Only blocks hold end-of-document ids: between the documents that they run over.
-    targets = np.where(targets == evaluation_set.eod_id, IGNORED, targets)
+    if evaluation_set.eod_id is not None:
+        targets[targets == evaluation_set.eod_id] = IGNORED
     if start:
         targets[: seq_len - (stride or seq_len)] = IGNORED  # scored by the windows before
     return Window(document, inputs, targets)
 
 
-def context_of(seq_len: int, stride: int | None = None) -> str:
+def context_of(seq_len: int, stride: int | None = None, has_eod: bool = True) -> str:
     """The context policy, for the record: sets scored under another one are not comparable."""
     step = stride or seq_len
     overlap = "no overlap" if step == seq_len else f"stride {step}"
-    return f"starts with the end-of-document id; windows of {seq_len}, {overlap}"
+    before = "the end-of-document id" if has_eod else "the id before it in the shard"
+    return f"starts with {before}; windows of {seq_len}, {overlap}"
+
+
+def _known(contexts: Int64 | None) -> Int64:
+    assert contexts is not None, "a set has an end-of-document id or contexts"
+    return contexts

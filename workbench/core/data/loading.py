@@ -15,7 +15,13 @@ from workbench.core.data.corpus import Corpus, sample_corpus, text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import EvaluationSet, facts_of, from_spans
+from workbench.core.data.shard_tokenizer import (
+    Vocabulary,
+    tokenizer_of_shard,
+    vocab_size_of_shard,
+)
 from workbench.core.data.split import BLOCK_TOKENS, Split, split_corpus
+from workbench.core.data.token_data import NOT_DECODED, load_shards
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ NO_TEXT = {"not_applicable": "random ids stand for no text"}
 class Data:
     """All that a run reads. `facts` are what a comparison needs to know of it."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | Vocabulary
     evaluation_sets: dict[str, EvaluationSet]
     facts: dict[str, Any]
     train_stream: Callable[[], WindowStream]  # a fresh stream, at its start
@@ -44,6 +50,8 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
         DataError: a file, document or corpus that cannot be used, or a text too short for a window.
         StoreError: the store cannot be written.
     """
+    if spec.data.dataset == "tokens":
+        return _from_shards(spec, store, seed)
     tokenizer = tokenizer_of(spec, store / "cache/tiktoken")
     match spec.data.dataset:
         case "sample":
@@ -57,7 +65,8 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
         case "random":
             return _random(spec, tokenizer, seed)
         case other:
-            raise DataError.at("data.dataset", "is not built yet", other, "sample, text, random")
+            allowed = "sample, text, tokens, random"
+            raise DataError.at("data.dataset", "is not built yet", other, allowed)
 
 
 def tokenizer_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> Tokenizer:
@@ -66,8 +75,8 @@ def tokenizer_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> Tokenizer
     Raises:
         DataError: it cannot be had.
     """
-    if spec.tokenizer.name is None:
-        raise DataError.at("data.dataset", "is not built yet", spec.data.dataset)
+    if spec.tokenizer.name is None or spec.data.dataset == "tokens":
+        return tokenizer_of_shard(spec, cache_dir, keep)
     return load_tokenizer(spec.tokenizer.name, spec.tokenizer.path, cache_dir, keep)
 
 
@@ -75,9 +84,17 @@ def vocab_size_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> int:
     """How many ids a spec's tokens have, without reading its data.
 
     Raises:
-        DataError: the tokenizer cannot be had.
+        DataError: the tokenizer cannot be had, or the shard that says it.
     """
+    if spec.data.dataset == "tokens":
+        return vocab_size_of_shard(spec)
     return tokenizer_of(spec, cache_dir, keep).vocab_size
+
+
+def _from_shards(spec: RunSpec, store: Path, seed: int) -> Data:
+    found = load_shards(spec, store, seed=seed)
+    facts = _facts(found.vocabulary, found.facts, found.sets, spec, NOT_DECODED)
+    return Data(found.vocabulary, found.sets, facts, lambda: WindowStream(found.windows))
 
 
 def _from_corpus(
@@ -164,7 +181,11 @@ def _random_set(name: str, source: RandomWindows, blocks: int, eod_id: int) -> E
 
 
 def _facts(
-    tokenizer: Tokenizer, data: dict[str, Any], sets: dict[str, EvaluationSet], spec: RunSpec
+    tokenizer: Tokenizer | Vocabulary,
+    data: dict[str, Any],
+    sets: dict[str, EvaluationSet],
+    spec: RunSpec,
+    no_bytes: dict[str, str] = NO_TEXT,
 ) -> dict[str, Any]:
     return {
         "tokenizer": {
@@ -174,7 +195,7 @@ def _facts(
         },
         "data": data,
         "evaluation": {
-            name: facts_of(one, spec.training.seq_len, spec.evaluation.stride, NO_TEXT)
+            name: facts_of(one, spec.training.seq_len, spec.evaluation.stride, no_bytes)
             for name, one in sets.items()
         },
     }

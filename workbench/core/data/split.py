@@ -141,7 +141,7 @@ def _by_document(
     candidates = _document_spans(encoded, in_hash_order(encoded.content_sha256, train))
     held_out_spans = _document_spans(encoded, held_out)
     starts, ends = encoded.offsets[train], encoded.offsets[train + 1]
-    segments = _merged(np.stack([starts, ends], axis=1))
+    segments = merged(np.stack([starts, ends], axis=1))
     stream_tokens = int((ends - starts).sum())
 
     exact = len(encoded) - _distinct(encoded.content_sha256)
@@ -272,7 +272,7 @@ def _distinct(hashes: Hashes) -> int:
     return len(first_of_each(hashes))
 
 
-def _merged(ranges: Int64) -> Int64:
+def merged(ranges: Int64) -> Int64:
     """Neighbouring ranges joined: fewer segments, the same ids."""
     if not len(ranges):
         return ranges
