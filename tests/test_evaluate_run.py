@@ -97,11 +97,11 @@ def test_the_runs_own_documents_score_as_in_the_run(world: World, finished: RunO
     (added,) = outcome.added
     record = read_record(world.run)
     own, final = record.effective.evaluation["held_out"], finished.record.results.final
-    assert added.name == "unproven.again", "nothing was shown about the training text"
+    assert added.name == "held_out.again"
     assert added.sha256 == own.sha256
     assert added.facts == own.model_dump(mode="json")
     for number in ("nll", "perplexity", "bits_per_byte"):
-        assert added.values[f"unproven.again/{number}"] == final[f"held_out/{number}"]
+        assert added.values[f"held_out.again/{number}"] == final[f"held_out/{number}"]
     assert (added.step, added.tokens) == (4, 512)
     # Nothing that was there has changed.
     assert record.results.additions == [added]
@@ -114,9 +114,36 @@ def test_the_runs_own_documents_score_as_in_the_run(world: World, finished: RunO
     scores = pq.read_table(world.run / str(added.scores)).to_pydict()
     own_scores = pq.read_table(world.run / "evaluations/step_00000004.parquet").to_pandas()
     own_scores = own_scores[own_scores["set"] == "held_out"]
-    assert set(scores["set"]) == {"unproven.again"}
+    assert set(scores["set"]) == {"held_out.again"}
     assert scores["nll_sum"] == own_scores["nll_sum"].tolist()
     assert scores["document"] == own_scores["document"].tolist()
+
+
+def test_a_set_is_named_by_what_is_shown_about_it(world: World, finished: RunOutcome) -> None:
+    """New text is held out, training text is not; where training text is gone, nobody knows."""
+    fresh = "seventeen brown foxes jumped over nine lazy hedgehogs while it rained in the morning"
+    corpus = Path(finished.record.spec["data"]["text_file"])
+    trained = [text for text in corpus.read_text().split("\n\n") if len(text.split()) > 30]
+    held_out = set(held_out_texts(finished))
+    trained = [text for text in trained if text.strip() not in held_out][:3]
+    assert len(trained) == 3
+    outcome = world.eval(
+        {"new": world.text("new.txt", fresh), "old": world.text("old.txt", *trained)}
+    )
+    assert [one.name for one in outcome.added] == ["held_out.new", "contaminated.old"]
+    assert [one.facts["status"] for one in outcome.added] == ["held_out", "contaminated"]
+    moved = corpus.rename(corpus.with_name("moved.txt"))
+    try:
+        (added,) = world.eval({"later": world.text("later.txt", fresh + " again")}).added
+        assert added.name == "unproven.later"
+        reason = added.facts["overlap"]["not_applicable"]
+        assert "the training text cannot be read any more: data.text_file: no such file" in reason
+        corpus.write_text(moved.read_text() + "\n\none more document of the text")
+        (added,) = world.eval({"latest": world.text("latest.txt", fresh + " and again")}).added
+        assert added.name == "unproven.latest"
+        assert "there is another text now" in added.facts["overlap"]["not_applicable"]
+    finally:
+        moved.replace(corpus)
 
 
 def test_a_task_joins_the_record_with_every_item(world: World) -> None:
@@ -154,7 +181,7 @@ def test_the_same_again_changes_nothing(world: World) -> None:
 def test_one_name_is_one_content(world: World) -> None:
     world.eval({"more": world.text("more.txt", "a cat", "a river")}, world.task())
     before = world.files()
-    with pytest.raises(UserError, match=r"another content since .*got 'unproven\.more'") as caught:
+    with pytest.raises(UserError, match=r"another content since .*got 'held_out\.more'") as caught:
         world.eval({"more": world.text("other.txt", "a cat", "a dog")})
     assert caught.value.exit_code == 2
     with pytest.raises(UserError, match="another content since"):
@@ -164,7 +191,7 @@ def test_one_name_is_one_content(world: World) -> None:
     assert world.files() == before
     world.eval({"more": world.here / "more.txt"}, step=2)
     steps = [(a.name, a.step) for a in read_record(world.run).results.additions]
-    assert steps == [("unproven.more", 4), ("downstream/cats", 4), ("unproven.more", 2)]
+    assert steps == [("held_out.more", 4), ("downstream/cats", 4), ("held_out.more", 2)]
 
 
 def test_a_set_of_the_run_itself_keeps_its_name(world: World) -> None:
@@ -325,15 +352,15 @@ def test_the_command_adds_and_shows(
     arguments = ["eval", "tiny", "--set", f"more={text}", "--task", str(task), "--device", "cpu"]
     assert _guarded(arguments) == 0
     out, err = capsys.readouterr()
-    assert "added: unproven.more  (2 documents" in out
+    assert "added: held_out.more  (2 documents" in out
     assert "scoring downstream/cats at step 4: 3 items" in err
     assert _guarded([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in document["already"]] == ["unproven.more", "downstream/cats"]
+    assert [one["name"] for one in document["already"]] == ["held_out.more", "downstream/cats"]
     assert (document["run"], document["step"], document["added"]) == ("tiny", 4, [])
     assert _guarded(["show", "tiny"]) == 0
     page = capsys.readouterr().out
-    assert "unproven.more/nll" in page
+    assert "held_out.more/nll" in page
     assert "step 4)" in page
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from workbench.core.data.corpus import text_corpus
 from workbench.core.data.encoded import encode_corpus
-from workbench.core.data.errors import DataError
-from workbench.core.data.evaluation_sets import facts_of, from_corpus
+from workbench.core.data.evaluation_sets import facts_of, from_spans
+from workbench.core.data.overlap import Passages
+from workbench.core.data.split import every_document
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 from workbench.core.device import DeviceName, make_deterministic
 from workbench.core.downstream import TaskScore, read_task, score_task, write_items
@@ -20,6 +21,7 @@ from workbench.core.evaluate import evaluate, write_scores
 from workbench.core.load_model import LoadedModel, load_model
 from workbench.core.train import loss_settings
 from workbench.errors import UserError
+from workbench.proof import judged_for, training_passages
 from workbench.run import tracker_for
 from workbench.spec.datasets import set_name
 from workbench.spec.load import Source, validate
@@ -104,7 +106,8 @@ def evaluate_run(
         StoreError: the store cannot be written.
     """
     run = open_run(entry, store, step, device)
-    jobs = [_set_job(run, store, *one) for one in sets.items()]
+    training = training_passages(run.record, run.loaded.spec, store) if sets else ""
+    jobs = [_set_job(run, training, store, *one) for one in sets.items()]
     jobs += [_task_job(run, path) for path in tasks]
     if harness:
         from workbench.lm_eval_jobs import harness_jobs
@@ -241,27 +244,27 @@ def _tokenizer(record: RunRecord, loaded: LoadedModel, store: Store) -> Tokenize
     return tokenizer
 
 
-def _set_job(run: OpenRun, store: Store, name: str, path: Path) -> Job:
-    loaded, tokenizer = run.loaded, run.tokenizer
-    data, spec = loaded.spec.data, loaded.spec
-    try:
-        corpus = text_corpus(str(path), data.text_field or "text", data.text_unit or "auto")
-    except DataError as error:
-        raise _renamed(error, name) from None
+def _set_job(run: OpenRun, training: Passages | str, store: Store, name: str, path: Path) -> Job:
+    loaded, tokenizer, spec = run.loaded, run.tokenizer, run.loaded.spec
+    field, unit = spec.data.text_field or "text", spec.data.text_unit or "auto"
+    corpus = text_corpus(str(path), field, unit, f"--set {name}")
     encoded = encode_corpus(corpus, tokenizer, store.cache / "corpus")
-    # Nothing was shown about these documents and the training text.
-    full_name = set_name(name).replace("held_out.", "unproven.", 1)
-    documents = from_corpus(full_name, encoded, tokenizer.eod_id)
+    spans = every_document(encoded)
+    asked = from_spans(set_name(name), encoded.tokens, spans, tokenizer.eod_id)
+    judged = judged_for(training, asked, encoded.tokens, spans, tokenizer, spec, store)
+    documents = judged.documents
     seq_len, stride = spec.training.seq_len, spec.evaluation.stride
-    facts = facts_of(documents, seq_len, stride, _TEXT)
+    facts = facts_of(documents, seq_len, stride, _TEXT) | judged.facts
 
     def score() -> tuple[Addition, Write]:
         found = evaluate(loaded.model, documents, seq_len, loss_settings(spec), stride=stride)
-        added = addition(full_name, loaded, corpus.source, documents.sha256, found.values(), facts)
+        added = addition(
+            documents.name, loaded, corpus.source, documents.sha256, found.values(), facts
+        )
         return added, lambda file: write_scores([found], file)
 
     what = f"{len(documents.documents):,} documents, {documents.scored_tokens:,} tokens"
-    return Job(full_name, documents.sha256, what, score)
+    return Job(documents.name, documents.sha256, what, score)
 
 
 def _task_job(run: OpenRun, path: Path) -> Job:
@@ -288,14 +291,6 @@ def _task_facts(score: TaskScore, seq_len: int) -> dict[str, Any]:
         "merged": score.merged,
         "truncated": score.truncated,
     }
-
-
-def _renamed(error: DataError, name: str) -> DataError:
-    """The error of a text file, at the option that named it."""
-    first = error.faults[0]
-    if first.place != "data.text_file":
-        return error
-    return DataError.at(f"--set {name}", first.message, first.value, first.allowed)
 
 
 def _size(one: Addition) -> str:

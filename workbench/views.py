@@ -7,11 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from workbench.compare.held_out import histogram_words, is_smoke_test, overlap_words
 from workbench.errors import reason_of
+from workbench.spec.held_out import logged_name
 from workbench.track.record import RunRecord
 from workbench.track.store import METRICS, RunEntry, Store
 
 CURVE = "curves.png"
+_HELD_OUT = ("held_out/nll", "contaminated/nll", "unproven/nll")
 
 logger = logging.getLogger("workbench")
 
@@ -35,6 +38,7 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "tokens": _reached(record),
                 "planned_tokens": record.total_tokens,
                 "held_out/nll": final.get("held_out/nll"),
+                **{n: final[n] for n in ("contaminated/nll", "unproven/nll") if n in final},
                 "train_split/nll": final.get("train_split/nll"),
             }
         )
@@ -58,7 +62,7 @@ def run_table(rows: list[dict[str, Any]]) -> str:
                 row["status"],
                 str(row["seed"]),
                 f"{row['tokens']:,}",
-                _number(row["held_out/nll"]),
+                _held_out(row),
                 _number(row["train_split/nll"]),
                 row["started"].replace("T", " ")[:16],
             ]
@@ -86,6 +90,7 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
         ("data", f"{effective.data.source}; split: {_plain(effective.data.split)}"),
         ("tokens", f"{_reached(record):,} of {record.total_tokens:,}, seed {spec['seed']}"),
         *_evaluated(record),
+        *_sets(record),
         ("precision", f"{effective.precision.compute_dtype} ({effective.precision.matmul})"),
         ("device", f"{effective.hardware.device_name}, torch {effective.hardware.torch}"),
         ("code", f"{effective.code.version}, commit {_commit(record)}"),
@@ -139,12 +144,16 @@ def closing_lines(
     """How a run ended: where it is, what came of it, and the next two commands to try."""
     final = record.results.final
     numbers = "  ".join(
-        f"{name} {final[name]:.4f}" for name in ("held_out/nll", "train_split/nll") if name in final
+        f"{name} {final[name]:.4f}"
+        for name in (*_HELD_OUT, "train_split/nll")
+        if name in final and not is_smoke_test(record)
     )
+    if is_smoke_test(record):
+        numbers = "none: random ids, a smoke test"
     lines = [
         f"{record.name}: {record.status.lower()}" + (f" ({record.error})" if record.error else ""),
         f"  files      {folder}",
-        f"  result     {numbers or 'not evaluated'} (nats/token)",
+        f"  result     {numbers or 'not evaluated'}" + (" (nats/token)" if numbers else ""),
     ]
     if curve is not None:
         lines.insert(2, f"  curve      {curve}")
@@ -175,6 +184,28 @@ def _goes_with(entry: RunEntry, record: RunRecord) -> bool:
         )
 
     return kept(other) == kept(record)
+
+
+def _held_out(row: dict[str, Any]) -> str:
+    """The number of the main set; where it is not held out, with the name that it has instead."""
+    for name in _HELD_OUT:
+        if row.get(name) is not None:
+            status = name.partition("/")[0]
+            return _number(row[name]) + ("" if status == "held_out" else f" ({status})")
+    return ""
+
+
+def _sets(record: RunRecord) -> list[tuple[str, str]]:
+    """What was shown of every evaluation set."""
+    lines = []
+    for name, facts in record.effective.evaluation.items():
+        said = f"{facts.status or 'not recorded'}: {overlap_words(facts)}"
+        if classes := histogram_words(facts):
+            said += f" (documents by share: {classes})"
+        lines.append((logged_name(name, facts.status), said))
+    if is_smoke_test(record):
+        lines.append(("smoke test", "random ids: no number of this run is a result"))
+    return lines
 
 
 def _number(value: float | None) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from workbench.compare.facts import facts_of_record
+from workbench.spec.held_out import overlap_rule
 from workbench.spec.run import RunSpec, document_hash
 from workbench.track.journal import Journal, columns
 from workbench.track.record import RunRecord, write_record
@@ -27,6 +28,30 @@ SETS = ("train_split", "held_out")
 DOCUMENTS = 12
 LENGTHS = np.random.default_rng(0).integers(200, 2_000, DOCUMENTS)  # scored tokens
 BYTES_PER_TOKEN = 4
+
+
+# What is measured of a set: nothing overlaps, though a few n-grams stand in training.
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "train_split": {
+        "status": "train_split",
+        "overlap": {"not_applicable": "a part of the training text"},
+        "overlap_rule": {"not_applicable": "a part of the training text"},
+    },
+    "held_out": {
+        "status": "held_out",
+        "overlap": {
+            "method": "every n-gram, 64-bit hashes",
+            "ngrams": 10_000,
+            "ngrams_in_training": 20,
+            "share": 0.002,
+            "copies": 0,
+            "overlapping_documents": 0,
+            "overlapping_tokens": 0,
+            "histogram": [2, DOCUMENTS - 2, *[0] * 10],
+        },
+        "overlap_rule": overlap_rule(13, 0.2, 0.01),
+    },
+}
 
 
 def sha(text: str) -> str:
@@ -75,6 +100,7 @@ def full_effective(steps: int = STEPS) -> dict[str, Any]:
             "scored_tokens": int(LENGTHS.sum()),
             "bytes": int(LENGTHS.sum()) * BYTES_PER_TOKEN,
             "context": "windows of 1024 from the end-of-document id",
+            **OVERLAPS[name],
         }
         for name in SETS
     }
@@ -197,6 +223,7 @@ def write_run(
             for name, (nll, bits) in scores.items():
                 row |= {f"{name}/nll": nll, f"{name}/perplexity": math.exp(nll)}
                 row[f"{name}/bits_per_byte"] = bits
+            row["held_out/clean_nll"] = row["held_out/nll"]
         journal.write(row)
     journal.close()
     return folder
@@ -210,7 +237,7 @@ def _scores(
 
     noise = np.random.default_rng([seed, step]).normal(0, spread, (len(SETS), DOCUMENTS))
     table: dict[str, list[Any]] = {key: [] for key in ("set", "document", "tokens", "bytes")}
-    table["nll_sum"] = []
+    table |= {"nll_sum": [], "clean": []}
     scores = {}
     for index, name in enumerate(SETS):
         per_token = level + 0.1 * index + (shift + noise[index] if step else 0)
@@ -218,6 +245,7 @@ def _scores(
         table["set"] += [name] * DOCUMENTS
         table["document"] += documents(name)
         table["tokens"] += [int(n) for n in LENGTHS]
+        table["clean"] += [True if name == "held_out" else None] * DOCUMENTS
         table["bytes"] += [int(n) * BYTES_PER_TOKEN for n in LENGTHS]
         table["nll_sum"] += [float(value) for value in sums]
         nll = float(sums.sum() / LENGTHS.sum())

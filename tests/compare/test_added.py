@@ -72,7 +72,7 @@ def test_both_values_and_a_paired_interval_are_shown(runs: Path, tmp_path: Path)
     comparison = compared(runs, claims=["nll", "bpb"])
     numbers = comparison.to_json()["results"]
     records = [read_record(runs / name) for name in "ab"]
-    for name in ("downstream/cats/acc", "downstream/cats/acc_norm", "unproven.more/nll"):
+    for name in ("downstream/cats/acc", "downstream/cats/acc_norm", "held_out.more/nll"):
         number, prefix = numbers[name], name.rpartition("/")[0]
         own = [
             next(one for one in record.results.additions if one.name == prefix).values[name]
@@ -83,7 +83,7 @@ def test_both_values_and_a_paired_interval_are_shown(runs: Path, tmp_path: Path)
         assert low <= number["difference"] <= high
         assert number["winner"] is None
         assert number["documents"]["n"] == (60 if name.startswith("downstream") else 3)
-    difference = numbers["unproven.more/nll"]["difference"]
+    difference = numbers["held_out.more/nll"]["difference"]
     assert difference != 0
     tables = [
         pq.read_table(runs / f"{name}/evaluations/step_00000008.downstream.cats.parquet")
@@ -125,8 +125,8 @@ def test_what_one_run_alone_has_is_left_out_and_a_refused_claim_is_blank(runs: P
     assert not [name for name in comparison.results.numbers if name.startswith("downstream")]
     refused = compare_runs(runs / "a", runs / "b", claims=["memory"])
     assert refused.results is not None
-    assert refused.results.numbers["unproven.more/nll"].a is None
-    assert "refused: optimizer" in (refused.results.numbers["unproven.more/nll"].blank or "")
+    assert refused.results.numbers["held_out.more/nll"].a is None
+    assert "refused: optimizer" in (refused.results.numbers["held_out.more/nll"].blank or "")
 
 
 def test_scores_that_contradict_the_record_are_an_error(runs: Path) -> None:
@@ -146,9 +146,9 @@ def test_scores_that_contradict_the_record_are_an_error(runs: Path) -> None:
     number = comparison.results.numbers["downstream/cats/acc"]
     assert number.a is not None
     assert "not at hand" in (number.no_interval or "")
-    text = runs / "b/evaluations/step_00000008.unproven.more.parquet"
+    text = runs / "b/evaluations/step_00000008.held_out.more.parquet"
     table = pq.read_table(text)
     place = table.schema.get_field_index("nll_sum")
     pq.write_table(table.set_column(place, "nll_sum", pa.array([1.0, 2.0, 3.0])), text)
-    with pytest.raises(UserError, match=r"not the scores of unproven\.more"):
+    with pytest.raises(UserError, match=r"not the scores of held_out\.more"):
         compared(runs)

@@ -379,8 +379,9 @@ def not_finite(runs: Path, folder: Path, value: float, steps: set[int]) -> Path:
 
     def change(rows: Rows) -> None:
         for step in steps:
-            for name in ("held_out/nll", "held_out/bits_per_byte", "eval_loss"):
-                row_of(rows, step)[name] = repr(value)
+            for name in ("nll", "clean_nll", "bits_per_byte"):
+                row_of(rows, step)[f"held_out/{name}"] = repr(value)
+            row_of(rows, step)["eval_loss"] = repr(value)
             for name in ("held_out/perplexity", "eval_ppl"):
                 row_of(rows, step)[name] = "inf"
 

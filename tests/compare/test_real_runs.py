@@ -283,10 +283,16 @@ def test_runs_meet_where_both_were_evaluated(runs: Runs) -> None:
 
 
 def test_random_ids_have_no_bits_per_byte(runs: Runs) -> None:
-    comparison = runs.compare("random", "more_random", claims=["bpb"])
+    """Nor any number that is a result: they are a smoke test, whatever is allowed."""
+    refused = runs.compare("random", "more_random", claims=["bpb", "nll"])
+    assert (refused.verdict, refused.results) == ("refused", None)
+    (rule,) = [one for one in refused.to_json()["rules"] if one["effects"]["nll"] == "refuse"]
+    assert "a smoke test, whose numbers say nothing of any text" in rule["why"]
+    assert rule["remedy"] == "train on text: data.dataset=sample or text"
+    comparison = runs.compare("random", "more_random", claims=["bpb"], allow={"evaluation": "why"})
     numbers = comparison.to_json()["results"]
-    assert numbers["held_out/bits_per_byte"]["difference"] is None
-    assert numbers["held_out/nll"]["documents"] is not None
+    for name in ("unproven/bits_per_byte", "unproven/nll", "train_split/nll"):
+        assert [numbers[name][key] for key in ("a", "b", "difference")] == [None] * 3
 
 
 # -- the command

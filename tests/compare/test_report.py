@@ -73,6 +73,7 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
     assert headings == [
         "# base against mha: comparable for nll",
         "## Checklist",
+        "## Held out",
         "## What differs",
         "## Runs",
         "## Reproduce",
@@ -91,6 +92,7 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
         "](curves.png)",
         "## Checklist",
         "| model      | studied | f f f f |",
+        "## Held out",
     ]
     places = [markdown.index(words) for words in order]
     assert places == sorted(places)

@@ -168,7 +168,7 @@ def test_a_tail_gives_every_row_once_also_in_small_pieces_and_after_a_trim(tmp_p
     journal.write(rows(1, first=3)[0])
     assert [r["step"] for r in tail.rows()] == [3]
     small, steps = Tail(path), []
-    while got := small.rows(most_bytes=900):
+    while got := small.rows(most_bytes=1000):
         steps += [r["step"] for r in got]
     assert steps == [0, 1, 2, 3]
     lines = path.read_bytes().splitlines(keepends=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from workbench.compare.held_out import overlap_faults
 from workbench.errors import Fault, UserError
 from workbench.spec.run import RunSpec, document_hash
 from workbench.track.record import NotApplicable, RunRecord, strict
@@ -40,7 +41,12 @@ def check_record(folder: Path, record: RunRecord) -> None:
         where = ".".join(map(str, ("spec", *first["loc"])))
         allowed = "compare with the version of workbench that wrote it"
         raise UserError.at(f"{path}: {where}", first["msg"], None, allowed) from None
-    faults = [*_contradictions(record, spec), *_point_faults(record, spec), *_speed_faults(record)]
+    faults = [
+        *_contradictions(record, spec),
+        *_point_faults(record, spec),
+        *_speed_faults(record),
+        *overlap_faults(record, spec),
+    ]
     if faults:
         raise UserError(
             *(Fault(f"{path}: {f.place}", f.message, strict(f.value), f.allowed) for f in faults)

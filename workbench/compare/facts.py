@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from workbench.compare.held_out import refusals
 from workbench.errors import Fault, UserError
 from workbench.spec.checklist import tag_of
 from workbench.spec.run import RunSpec
@@ -29,6 +30,9 @@ POINT_LEAVES = (
     "effective.budget.decay_tokens",
     "effective.data.order_digest",
 )
+
+# What is added for a set that no claim may rest on: the reason, and a fact that is not known.
+PROOF = "proof"
 
 # What is added for a set whose NLL at that point is not finite: null, a fact that is not known.
 FINITE = "finite_nll"
@@ -85,6 +89,7 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     facts["effective.budget.tokens"] = point.tokens if point else None
     facts["effective.budget.lr_trace"] = point.lr_trace if point else _NO_POINT
     facts["effective.data.order_digest"] = point.order_digest if point else _NO_POINT
+    facts |= _refused_sets(record.effective.evaluation, facts)
     _refuse_unknown(facts, record.name)
     return facts
 
@@ -102,6 +107,11 @@ def facts_of_spec(spec: RunSpec, foreseen: Mapping[str, Any]) -> dict[str, Any]:
     facts["effective.budget.tokens"] = spec.end_tokens
     facts["effective.budget.decay_tokens"] = _decay_tokens(facts, spec.total_tokens)
     facts |= {leaf: value for leaf, value in foreseen.items() if value is not None}
+    sets: dict[str, dict[str, Any]] = {}
+    for leaf, value in foreseen.items():
+        if (name := set_of(leaf)) is not None:
+            sets.setdefault(name, {})[leaf.rpartition(".")[2]] = value
+    facts |= _refused_sets({k: SetFacts.model_validate(v) for k, v in sets.items()}, facts)
     _refuse_unknown(facts, spec.name)
     return facts
 
@@ -166,6 +176,15 @@ def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{leaf}", item) for leaf, item in value.items())
         else:
             yield section, value
+
+
+def _refused_sets(evaluated: Mapping[str, SetFacts], facts: Facts) -> dict[str, Any]:
+    """Of each set that no claim may rest on: the reason, and a proof that is not known."""
+    refused = refusals(evaluated, facts.get("data.dataset"))
+    return {
+        f"{EVALUATION}{name}.{PROOF}": {"reason": reason, "proof": None}
+        for name, reason in refused.items()
+    }
 
 
 def _decay_tokens(facts: Facts, total_tokens: int | None) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from workbench.compare.evidence import UNTOUCHED
 from workbench.compare.scores import BYTES, TOKENS, SetScores, read_scores, scores_path
 from workbench.errors import UserError
+from workbench.spec.held_out import logged_name
 from workbench.track.journal import legacy_cells, perplexity, read_metrics
 from workbench.track.record import NotApplicable, RunRecord, SetFacts, strict
 
@@ -56,7 +57,8 @@ def read_run(folder: Path, record: RunRecord) -> RunData:
         found = read_scores(scores_path(folder, point.step))
         if found is not None:
             scores[point.step] = found
-        for name, facts in record.effective.evaluation.items():
+        for asked, facts in record.effective.evaluation.items():
+            name = logged_name(asked, facts.status)
             _check_numbers(table, lines[point.step], name, facts)
             if found is not None:
                 file = scores_path(folder, point.step)
@@ -178,7 +180,9 @@ def _cadences(record: RunRecord) -> list[_Cadence]:
 def _check_sets(table: _Table, record: RunRecord) -> None:
     """Every evaluation set of the metrics is in the record too, so that a rule judges it."""
     found = {name.removesuffix("/nll") for name in table.metrics if name.endswith("/nll")}
-    found -= {"train", *record.effective.evaluation, *record.run_spec.evaluation.sets}
+    recorded = record.effective.evaluation
+    asked = {name for name in record.run_spec.evaluation.sets if name not in recorded}
+    found -= {"train", *asked, *(logged_name(name, one.status) for name, one in recorded.items())}
     for name in sorted(found):
         message = f"the record knows of no evaluation set {name}"
         raise UserError.at(str(table.path), message, f"{name}/nll", UNTOUCHED)
@@ -211,6 +215,29 @@ def _check_scores(
     nll, mean = table.cell(f"{name}/nll", line), scores[name].nll
     if not _agree(nll, mean):
         message = f"{name}/nll is not that of the documents in {path.name}"
+        raise table.error(line, message, nll, str(strict(mean)))
+    _check_clean(table, line, path, name, scores[name], facts)
+
+
+def _check_clean(
+    table: _Table, line: int, path: Path, name: str, scores: SetScores, facts: SetFacts
+) -> None:
+    """The documents said to be clean are as many as the record says, and their NLL is theirs."""
+    if not isinstance(facts.overlap, dict):
+        return
+    if None in scores.clean or len(scores.clean) != len(scores.documents):
+        message = f"it does not say which documents of {name} are clean, which was measured"
+        raise UserError.at(str(path), message, None, UNTOUCHED)
+    others = scores.clean_rows(clean=False)
+    counted = {"documents": len(others), "tokens": int(others[:, TOKENS].sum())}
+    for what, value in counted.items():
+        recorded = facts.overlap.get(f"overlapping_{what}")
+        if value != recorded:
+            message = f"overlapping {what} of {name} are not those of the record"
+            raise UserError.at(str(path), message, value, str(recorded))
+    nll, mean = table.cell(f"{name}/clean_nll", line), scores.clean_nll
+    if not _agree(nll, mean):
+        message = f"{name}/clean_nll is not that of the clean documents in {path.name}"
         raise table.error(line, message, nll, str(strict(mean)))
 
 

@@ -29,6 +29,8 @@ _TITLES = {
     "train": "train: the optimised stream",
     "train_split": "train_split: fixed training text",
     "held_out": "held_out: never trained on",
+    "contaminated": "contaminated: overlaps the training text",
+    "unproven": "unproven: not shown to be held out",
 }
 
 
@@ -50,9 +52,7 @@ def draw(comparison: Comparison, folder: Path) -> list[str]:
 def draw_run(metrics: Mapping[str, Sequence[float | None]], path: Path) -> bool:
     """Draws the NLL of one run over its training. False: nothing was measured, nothing is drawn."""
     lines = {
-        name: points
-        for name in ("train", "train_split", "held_out")
-        if len((points := _points(metrics, f"{name}/nll"))[0]) > 1
+        name: points for name in _TITLES if len((points := _points(metrics, f"{name}/nll"))[0]) > 1
     }
     if not lines:
         return False

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from workbench.compare import sections
+from workbench.compare.held_out import held_out_section
 from workbench.compare.markdown import block, text
 from workbench.compare.pair import Comparison
 from workbench.compare.plots import CURVES, DIFFERENCE, draw
@@ -80,6 +81,8 @@ def render_markdown(
     parts += [
         "## Checklist",
         sections.checklist(comparison),
+        "## Held out",
+        held_out_section({"A": comparison.a.record, "B": comparison.b.record}),
         "## What differs",
         sections.spec_difference(comparison),
         "## Runs",

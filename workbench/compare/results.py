@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from workbench.compare.added import added_numbers
+from workbench.compare.held_out import overlap_words
 from workbench.compare.measurements import Metrics, RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, scores_path
 from workbench.compare.stats import DRAWS, document_interval
 from workbench.spec.checklist import Claim
+from workbench.spec.held_out import logged_name
 from workbench.track.record import RunRecord
 
 BOOTSTRAP_SEED = 20_250
@@ -121,6 +123,8 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
             numbers[f"{name}/perplexity"] = Number(
                 values[0], values[1], "1", "nll", what="exp of the NLL"
             )
+        if any(f"{name}/clean_nll" in run.metrics for run in (a, b)):
+            numbers[f"{name}/clean_nll"] = _clean(a, b, name, tokens, refused)
     for name, fields in added_numbers(a, b, tokens, refused).items():
         if found := fields.pop("documents", None):
             fields["documents"] = Documents(*found)
@@ -134,6 +138,26 @@ def evaluated_sets(*metrics: Metrics) -> list[str]:
     found = [name.removesuffix("/nll") for name in metrics[0] if name.endswith("/nll")]
     shared = [n for n in found if n != "train" and all(f"{n}/nll" in other for other in metrics)]
     return sorted(shared, key=lambda name: (not name.startswith("held_out"), name))
+
+
+def _clean(a: RunData, b: RunData, name: str, tokens: int, refused: Mapping[Claim, str]) -> Number:
+    """The NLL over the documents that overlap neither training text, where they are the same."""
+    what, unit = "over the documents alone that do not overlap the training text", "nats/token"
+    if "nll" in refused:
+        return _blank(unit, "nll", refused["nll"], what)
+    clean = [_clean_documents(run, name) for run in (a, b)]
+    if clean[0] != clean[1]:
+        return Number(None, None, unit, "nll", what=what, blank="other documents are clean in each")
+    values = [measured_at(run, f"{name}/clean_nll", tokens) for run in (a, b)]
+    return Number(values[0], values[1], unit, "nll", what=what)
+
+
+def _clean_documents(run: RunData, name: str) -> list[tuple[str, ...]] | None:
+    """The clean documents of a set; None where they are not kept."""
+    scores = next((found[name] for found in run.scores.values() if name in found), None)
+    if scores is None or not scores.clean:
+        return None
+    return [tuple(d for d, c in zip(scores.documents, scores.clean, strict=True) if c)]
 
 
 def measured_at(run: RunData, metric: str, tokens: int) -> float | None:
@@ -271,12 +295,16 @@ def _blank(unit: str, claim: Claim, rules: str, what: str) -> Number:
 
 
 def _what(name: str, record: RunRecord) -> str:
-    facts = record.effective.evaluation.get(name)
+    evaluated = record.effective.evaluation
+    logged = {logged_name(asked, facts.status): facts for asked, facts in evaluated.items()}
+    facts = logged.get(name)
     unit = (facts and facts.unit) or "document"
     units = unit.replace("document", "documents").replace("block", "blocks")
     count = f"{facts.documents:,} " if facts and facts.documents else ""
     if name == "train_split":
         return f"{count}fixed {units} of the training text: repeatable, not held out"
+    if facts is not None and facts.status == "contaminated":
+        return f"{count}{units}, not held out: {overlap_words(facts)}"
     if not name.startswith("held_out"):
         return f"{count}{units} that are not shown to be disjoint from training"
     if record.effective.data.split == "contiguous_tail":

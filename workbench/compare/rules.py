@@ -17,6 +17,7 @@ from glob import escape
 from typing import Any, Literal, get_args
 
 from workbench.compare.facts import (
+    PROOF,
     Facts,
     all_leaves,
     is_known,
@@ -85,6 +86,7 @@ class Ruling:
     effects: dict[Claim, Effect | None]
     allowed: str | None = None  # the reason for which a refusal became a flag
     inferred: bool = False  # the treatment was taken from the differences, not declared
+    unproven: tuple[str, ...] = ()  # sets that neither run has shown to be held out
     both_best: bool = False  # both runs stand for a checkpoint chosen by its own result
 
     @property
@@ -286,6 +288,8 @@ class _Explanations:
 
 def _compare(a: Facts, b: Facts, path: str, mode: Mode) -> Outcome:
     effective = path.startswith("effective.")
+    if set_of(path) and path.endswith(f".{PROOF}"):
+        return "missing"
     values = []
     for facts in (a, b):
         present, value = value_of(facts, path)
@@ -320,6 +324,11 @@ def _rule(name: str, judged: list[Leaf], allow: Mapping[str, str], inferred: boo
     both_best = name == "evaluation" and any(
         leaf.path == "evaluation.select" and leaf.a == leaf.b == "best" for leaf in judged
     )
+    unproven = tuple(
+        leaf.path.removesuffix(".status")
+        for leaf in judged
+        if set_of(leaf.path) and leaf.path.endswith(".status") and leaf.a == leaf.b == "unproven"
+    )
     effects: dict[Claim, Effect | None] = {}
     for claim in CLAIMS:
         effect = rule.effects.get(claim)
@@ -327,13 +336,13 @@ def _rule(name: str, judged: list[Leaf], allow: Mapping[str, str], inferred: boo
         if differs or another_unit or inferred:
             effects[claim] = effect
         else:
-            effects[claim] = "flag" if both_best and effect else None
+            effects[claim] = "flag" if (both_best or unproven) and effect else None
     allowed = None
     if name in allow and "refuse" in effects.values():
         allowed = allow[name]
         effects = {claim: "flag" if effect else None for claim, effect in effects.items()}
     shown = tuple(leaf for leaf in judged if leaf.outcome != "match" or leaf.path == _ALWAYS_SHOWN)
-    return Ruling(name, outcome, shown, effects, allowed, inferred, both_best)
+    return Ruling(name, outcome, shown, effects, allowed, inferred, unproven, both_best)
 
 
 def _declared(treatment: Sequence[str], leaves: Sequence[str]) -> set[str]:

@@ -18,16 +18,19 @@ from workbench.errors import UserError
 
 TOKENS, BYTES, NLL_SUM = range(3)
 _COLUMNS = ["set", "document", "tokens", "bytes", "nll_sum"]
+_CLEAN = "clean"
 _INDEX = "index"  # of the document in its set; files of earlier versions do not have it
 
 
 @dataclass(frozen=True)
 class SetScores:
     """One evaluation set: content hashes of its documents [M], and `rows` [M, 3] with scored
-    tokens, bytes (NaN: there is no text) and summed NLL in nats."""
+    tokens, bytes (NaN: there is no text) and summed NLL in nats; whether each is clean: it does not
+    overlap the training text (None: not measured; empty: not kept)."""
 
     documents: tuple[str, ...]
     rows: Floats
+    clean: tuple[bool | None, ...] = ()
 
     @property
     def sha256(self) -> str | None:
@@ -47,6 +50,17 @@ class SetScores:
     def bits_per_byte(self) -> float:
         """Bits per byte; NaN where there is no text."""
         return float(self.rows[:, NLL_SUM].sum() / math.log(2) / self.rows[:, BYTES].sum())
+
+    def clean_rows(self, clean: bool = True) -> Floats:
+        """The rows of the documents that are clean, or of those that are not."""
+        return self.rows[[one is clean for one in self.clean]]
+
+    @property
+    def clean_nll(self) -> float | None:
+        """Nats per token over the clean documents alone; None where there are none."""
+        rows = self.clean_rows()
+        tokens = rows[:, TOKENS].sum()
+        return float(rows[:, NLL_SUM].sum() / tokens) if tokens else None
 
     def clusters(self) -> dict[str, Floats]:
         """Document -> its row [3]; a text that stands in the set twice is one cluster."""
@@ -74,7 +88,7 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
     try:
         # Not `read_table`, which imports pandas.
         with parquet.ParquetFile(path) as file:
-            known = [*_COLUMNS, *({_INDEX} & set(file.schema_arrow.names))]
+            known = [*_COLUMNS, *({_INDEX, _CLEAN} & set(file.schema_arrow.names))]
             table = file.read(columns=known).to_pydict()
         owners, documents, *numbers = (table[column] for column in _COLUMNS)
         rows = np.array(numbers, dtype=np.float64).T.reshape(-1, 3)
@@ -92,5 +106,6 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
         if order not in (None, list(range(len(places)))):
             message = f"the documents of {name} are not in the order of the set"
             raise UserError.at(str(path), message, None, UNTOUCHED)
-        found[name] = SetScores(tuple(str(documents[i]) for i in places), rows[places])
+        clean = tuple(table[_CLEAN][i] for i in places) if _CLEAN in table else ()
+        found[name] = SetScores(tuple(str(documents[i]) for i in places), rows[places], clean)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 from workbench.compare.markdown import text
 from workbench.compare.numbers import written
 from workbench.compare.pair import Comparison, refusing
@@ -11,8 +13,8 @@ from workbench.compare.stats import DRAWS
 from workbench.spec.checklist import CLAIMS, Claim
 
 _MAIN: dict[Claim, tuple[str, ...]] = {
-    "nll": ("held_out/nll", "train_split/nll"),
-    "bpb": ("held_out/bits_per_byte", "train_split/bits_per_byte"),
+    "nll": ("held_out*/nll", "unproven*/nll", "train_split/nll"),
+    "bpb": ("held_out*/bits_per_byte", "unproven*/bits_per_byte", "train_split/bits_per_byte"),
     "throughput": ("tokens_per_s",),
     "memory": ("peak_memory_bytes",),
 }
@@ -57,10 +59,12 @@ def main_number(comparison: Comparison) -> tuple[str, Number] | None:
     for claim in comparison.asked:
         if claim in refusing(comparison.judgement):
             continue
-        for name in _MAIN[claim]:
-            number = numbers.get(name)
-            if number is not None and number.a is not None and number.b is not None:
-                return name, number
+        for pattern in _MAIN[claim]:
+            by_length = sorted(numbers, key=lambda name: (len(name), name))
+            for name in fnmatch.filter(by_length, pattern):
+                number = numbers[name]
+                if number.a is not None and number.b is not None:
+                    return name, number
     return None
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.compare.facts import FINITE, same, set_of
+from workbench.compare.facts import FINITE, PROOF, same, set_of
+from workbench.compare.held_out import SMOKE_TEST
 from workbench.compare.rules import Judgement, Leaf, Ruling
 from workbench.spec.checklist import Claim
 
@@ -106,6 +107,11 @@ _BEST = (
     "both stand for their best checkpoint, chosen by the numbers compared here, which makes both"
     " look better than they are"
 )
+_UNPROVEN = "not shown to be disjoint from the training text of either run"
+_CLEAN_TEXT = (
+    "evaluate on documents that the training text does not hold (data.held_out, or the corpus's own"
+    " split); clean_nll is the NLL over the clean documents alone"
+)
 _FINISHED = "effective.budget.finished"
 _DECAY = "effective.budget.decay_tokens"
 _LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps", "training.seq_len")
@@ -129,6 +135,9 @@ def why(ruling: Ruling) -> str:
         text = ""
     elif ruling.both_best:
         text = _BEST
+    elif ruling.unproven:
+        names = ", ".join(path.removeprefix("effective.evaluation.") for path in ruling.unproven)
+        text = f"{names}: {_UNPROVEN}"
     elif ruling.outcome == "not yet known":
         text = "known only after a run"
     else:
@@ -146,6 +155,11 @@ def remedy(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> str 
         return None
     if ruling.both_best and not ruling.counted:
         return "compare the last checkpoints: evaluation.select=last"
+    if ruling.unproven and not ruling.counted:
+        return "add a set from files (data.held_out), whose overlap can be measured"
+    if ruling.counted and all(map(_not_proven, ruling.counted)):
+        smoke = any(_reason(leaf) == SMOKE_TEST for leaf in ruling.counted)
+        return "train on text: data.dataset=sample or text" if smoke else _CLEAN_TEXT
     general = _WORDING[ruling.rule].remedy.format(a=names[0], b=names[1])
     if ruling.rule == "model":
         return general
@@ -232,6 +246,8 @@ def label(path: str) -> str:
     """What a leaf is called in a sentence."""
     if (name := set_of(path)) and path.endswith(f".{FINITE}"):
         return f"{name}/nll"
+    if name and path.endswith(f".{PROOF}"):
+        return name
     return _LABELS.get(path, path.removeprefix("effective."))
 
 
@@ -260,7 +276,19 @@ def _not_finite(leaf: Leaf) -> bool:
     return set_of(leaf.path) is not None and leaf.path.endswith(f".{FINITE}")
 
 
+def _not_proven(leaf: Leaf) -> bool:
+    return set_of(leaf.path) is not None and leaf.path.endswith(f".{PROOF}")
+
+
+def _reason(leaf: Leaf) -> str:
+    """Why no claim may rest on a set."""
+    given = next((one for one in (leaf.a, leaf.b) if isinstance(one, dict) and "reason" in one), {})
+    return str(given.get("reason", "not held out"))
+
+
 def _lacking(leaf: Leaf) -> str:
+    if _not_proven(leaf):
+        return f"is {_reason(leaf)}"
     if leaf.path == "effective.budget.tokens":
         return "at a common evaluation point: there is none"
     if _not_finite(leaf):
@@ -278,6 +306,8 @@ def _meaning(ruling: Ruling, wording: _Wording) -> str:
     if all(leaf.outcome == "missing" for leaf in ruling.counted):
         if ruling.counted[0].path == "effective.budget.tokens":
             return "nothing can be compared at equal tokens"
+        if all(map(_not_proven, ruling.counted)):
+            return "such a number is no result of a held-out set"
         if all(map(_not_finite, ruling.counted)):
             return "a number that is not finite has no difference from another"
         return "what is not known cannot be taken as equal"

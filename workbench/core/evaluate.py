@@ -39,7 +39,8 @@ class SetScore:
     """The scores of one evaluation set of M documents.
 
     `documents` are their content hashes; `nll_sums` [M] float64 is the summed NLL in nats, `tokens`
-    [M] the scored tokens, `bytes` [M] the UTF-8 bytes of the scored text (None: there is no text).
+    [M] the scored tokens, `bytes` [M] the UTF-8 bytes of the scored text (None: there is no text),
+    `clean` [M] whether a document does not overlap the training text (None: not measured).
     """
 
     name: str
@@ -47,6 +48,7 @@ class SetScore:
     nll_sums: Float64
     tokens: Int64
     bytes: Int64 | None
+    clean: npt.NDArray[np.bool_] | None = None
 
     @property
     def nll(self) -> float:
@@ -65,13 +67,23 @@ class SetScore:
             return None
         return math.fsum(self.nll_sums) / math.log(2) / int(self.bytes.sum())
 
+    @property
+    def clean_nll(self) -> float | None:
+        """Nats per token over the clean documents alone; None where there are none."""
+        if self.clean is None or not self.tokens[self.clean].sum():
+            return None
+        return math.fsum(self.nll_sums[self.clean]) / int(self.tokens[self.clean].sum())
+
     def values(self) -> dict[str, float | None]:
         """The set's numbers under the names they are logged by."""
-        return {
+        values = {
             f"{self.name}/nll": self.nll,
             f"{self.name}/perplexity": self.perplexity,
             f"{self.name}/bits_per_byte": self.bits_per_byte,
         }
+        if self.clean is not None:
+            values[f"{self.name}/clean_nll"] = self.clean_nll
+        return values
 
 
 def evaluate(
@@ -111,14 +123,15 @@ def evaluate(
             np.add.at(tokens, batch.documents, scored.sum(axis=1))
     sums = np.array([math.fsum(parts) for parts in windows], np.float64)
     hashes = [row.tobytes().hex() for row in documents.content_sha256]
-    return SetScore(documents.name, hashes, sums, tokens, documents.byte_counts)
+    return SetScore(documents.name, hashes, sums, tokens, documents.byte_counts, documents.clean)
 
 
 def write_scores(scores: list[SetScore], path: Path) -> None:
     """Per-document scores of all sets as one parquet file, whole or not at all.
 
     Columns: `set`, `index` (of the document in its set, from 0), `document` (content hash),
-    `tokens`, `bytes` (null: there is no text) and `nll_sum` (nats).
+    `tokens`, `bytes` (null: there is no text), `nll_sum` (nats) and `clean` (whether the document
+    does not overlap the training text; null: not measured).
 
     Raises:
         StoreError: it cannot be written; nothing is left behind.
@@ -138,6 +151,14 @@ def write_scores(scores: list[SetScore], path: Path) -> None:
                 for i in range(len(score.documents))
             ],
             "nll_sum": np.concatenate([score.nll_sums for score in scores]),
+            "clean": pa.array(
+                [
+                    None if score.clean is None else bool(score.clean[i])
+                    for score in scores
+                    for i in range(len(score.documents))
+                ],
+                pa.bool_(),
+            ),
         }
     )
     # Into memory first: pyarrow's own writing leaves half a file, and an error without a place.

@@ -286,6 +286,11 @@ TAGS: tuple[tuple[str, Tag], ...] = (
         "effective.evaluation.*.context",
         _judged("evaluation", "training.seq_len", "evaluation.sets", unless=("evaluation.stride",)),
     ),
+    # Whether it is held out never follows anything: a set that trained the one and not the other
+    # is no common measure. What was counted shows in the status.
+    ("effective.evaluation.*.status", _judged("evaluation", "evaluation.sets")),
+    ("effective.evaluation.*.overlap_rule", _judged("evaluation", "evaluation.sets")),
+    ("effective.evaluation.*.overlap", FREE),
     # Never follows the data, studied or not: on other documents it is another measurement.
     ("effective.evaluation.*.sha256", _judged("evaluation", "evaluation.sets")),
     ("effective.evaluation.*", _judged("evaluation", _SET_TEXT, "evaluation.sets")),

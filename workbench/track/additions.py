@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.errors import UserError, storing
+from workbench.spec.held_out import logged_name
 from workbench.track.record import Addition, RunRecord, read_record, write_record
 from workbench.track.store import RECORD, lock_run, release_run
 
@@ -41,7 +42,8 @@ def find_addition(record: RunRecord, name: str, sha256: str, step: int) -> Addit
         UserError: the name stands for another content, or for a set of the run itself.
     """
     plain, allowed = plain_name(name), "another name; what was recorded is never changed"
-    for own in record.effective.evaluation:
+    evaluated = record.effective.evaluation.items()
+    for own in [logged_name(name, facts.status) for name, facts in evaluated]:
         if plain == plain_name(own):
             message = f"the run itself evaluates {own}, and its numbers are in the record"
             raise UserError.at(record.name, message, name, allowed)

@@ -85,11 +85,16 @@ _ALWAYS_MEASURED = {"step", "train_loss", "train_ppl", "lr", "total_loss"}
 
 def columns(evaluation_sets: Sequence[str]) -> tuple[str, ...]:
     """The columns of a run that evaluates these sets, fixed from its start to its end."""
-    named = [f"{name}/{kind}" for name in evaluation_sets for kind in _PER_SET]
+    named = [f"{name}/{kind}" for name in evaluation_sets for kind in kinds_of(name)]
     measured = [name for name in MEASURED_COLUMNS if name not in ORIGINAL_COLUMNS]
     every = (*ORIGINAL_COLUMNS, *_TRAIN, *named, *measured)
     assert len(set(every)) == len(every), f"a column stands twice: {every}"
     return every
+
+
+def kinds_of(evaluation_set: str) -> tuple[str, ...]:
+    """The numbers of an evaluation set; training text has no documents apart from training."""
+    return _PER_SET if evaluation_set == "train_split" else (*_PER_SET, "clean_nll")
 
 
 def legacy_cells(values: Mapping[str, Number | None]) -> dict[str, Number | None]:

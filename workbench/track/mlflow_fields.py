@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from workbench.spec.held_out import logged_name
 from workbench.track.journal import TWINS, Row
 from workbench.track.provenance import redact
 from workbench.track.record import Resumption, RunRecord
@@ -163,7 +164,8 @@ def datasets_of(record: RunRecord) -> list[DatasetFields]:
             "sha256": data.train_sha256,
         }
         found.append(_dataset("train", data.train_sha256, source, counts, "training"))
-    for name, facts in record.effective.evaluation.items():
+    for asked, facts in record.effective.evaluation.items():
+        name = logged_name(asked, facts.status)
         if isinstance(facts.sha256, str):
             counts = {
                 "documents": facts.documents,

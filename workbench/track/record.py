@@ -11,9 +11,9 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.errors import UserError, storing
 from workbench.spec.run import RunSpec
@@ -115,7 +115,11 @@ class ExecutionFacts(_Part):
 
 
 class SetFacts(_Part):
-    """One evaluation set: its content and how it is scored."""
+    """One evaluation set: its content, how it is scored, and whether it is held out.
+
+    `status` is held_out, contaminated, unproven or train_split (see `workbench.spec.held_out`); it
+    rests on `overlap`, what was counted under the settings in `overlap_rule`.
+    """
 
     sha256: str | None = None
     documents: int | None = None
@@ -123,6 +127,12 @@ class SetFacts(_Part):
     scored_tokens: int | None = None
     bytes: int | NotApplicable | None = None
     context: str | None = None
+    status: str | None = None
+    # Tried in this order: a fact that cannot exist is written as a mapping, too.
+    overlap: Annotated[NotApplicable | dict[str, Any] | None, Field(union_mode="left_to_right")] = (
+        None
+    )
+    overlap_rule: str | NotApplicable | None = None
 
 
 class IntervalFacts(_Part):

@@ -20,12 +20,11 @@ from workbench.core.data.evaluation_sets import (
     EvaluationSet,
     context_of,
     facts_of,
-    from_corpus,
     from_spans,
     scoring_batches,
     scoring_windows,
 )
-from workbench.core.data.split import split_corpus
+from workbench.core.data.split import every_document, split_corpus
 from workbench.core.data.tokenizer import Tokenizer
 
 EOD = 99
@@ -202,7 +201,7 @@ def test_a_whole_corpus_is_a_set_of_its_texts_with_their_bytes(
         "the river and the tree",
     ]
     encoded = encode_corpus(corpus_of(*texts), small, tmp_path)
-    one = from_corpus("unproven.x", encoded, small.eod_id)
+    one = from_spans("held_out.x", encoded.tokens, every_document(encoded), small.eod_id)
     distinct = sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest())
     assert [small.decode(ids) for ids in one.documents] == distinct
     sizes = [len(text.encode()) for text in distinct]

@@ -47,6 +47,22 @@ def test_sample_by_a_real_spec(sample: EncodedCorpus, store: Path) -> None:
         "sha256": data.tokenizer.content_sha256,
     }
     held_out = facts["evaluation"]["held_out"]
+    assert (held_out.pop("status"), held_out.pop("overlap_rule")) == (
+        "held_out",
+        "n-grams of 13 words; a document overlaps from 0.2 of them on; contaminated above 0.01 of"
+        " documents or scored tokens",
+    )
+    assert held_out.pop("overlap") == {
+        "method": "every n-gram, 64-bit hashes",
+        "ngrams": 36_729,
+        "ngrams_in_training": 651,
+        "share": 651 / 36_729,
+        "copies": 0,
+        "overlapping_documents": 0,
+        "overlapping_tokens": 0,
+        "histogram": [28, 24, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    }
+    assert data.evaluation_sets["held_out"].clean.tolist() == [True] * 54
     assert held_out == {
         "sha256": "7b3b93d9846c5ebef5f0cc73d5b6df72c3cc7a907ee972e61c635f79715bac41",
         "documents": 54,
@@ -60,7 +76,6 @@ def test_sample_by_a_real_spec(sample: EncodedCorpus, store: Path) -> None:
     assert facts["data"]["train_tokens"] + held_out["scored_tokens"] == 973_918
     assert facts["data"]["train_bytes"] + held_out["bytes"] == 4_053_564
     assert facts["data"]["counts"]["windows_per_epoch"] == 906
-    assert "near-duplicates are on one side" in facts["data"]["overlap"]
     batch = data.train_stream().next_batch(4)
     assert batch.shape == (4, 1025)
     assert int(batch.max()) < 200_019
@@ -204,14 +219,17 @@ def test_random_ids(make_spec: MakeSpec, tmp_path: Path) -> None:
     assert facts["data"]["train_tokens"] == {"not_applicable": "random ids stand for no text"}
     assert facts["evaluation"]["held_out"]["bytes"] == facts["data"]["train_bytes"]
     assert facts["evaluation"]["held_out"]["scored_tokens"] == 8 * 1024 - sum(
-        int((d == 256).sum()) for d in one.evaluation_sets["held_out"].documents
+        int((d == 256).sum()) for d in one.evaluation_sets["unproven"].documents
     )
     assert facts["evaluation"]["held_out"] == two.facts["evaluation"]["held_out"]
     assert digest_of(one) != digest_of(two)
     trained = one.train_stream().next_batch(40)[:, :-1].ravel().tolist()
     documents = one.evaluation_sets["train_split"].documents
     assert documents[0].tolist() == trained[:1024]
-    assert one.evaluation_sets["held_out"].documents[0].tolist() != documents[0].tolist()
+    assert one.evaluation_sets["unproven"].documents[0].tolist() != documents[0].tolist()
+    status = {name: facts["evaluation"][name]["status"] for name in ("held_out", "train_split")}
+    assert status == {"held_out": "unproven", "train_split": "train_split"}
+    assert "smoke test" in facts["evaluation"]["held_out"]["overlap"]["not_applicable"]
 
 
 def test_random_needs_no_corpus(make_spec: MakeSpec, tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 from workbench.core.data.encoded import EncodedCorpus
 from workbench.core.data.errors import DataError
-from workbench.core.data.split import Spans, Split, split_corpus
+from workbench.core.data.ngrams import ngrams, word_hashes
+from workbench.core.data.passages import texts_of as text_of_ranges
+from workbench.core.data.split import Spans, Split, every_document, split_corpus
 from workbench.core.data.tokenizer import Tokenizer
 
 Encode = Callable[..., EncodedCorpus]
@@ -351,3 +353,27 @@ def test_the_held_out_set_of_the_sample_is_clean(sample: EncodedCorpus, o200k: T
     assert len(held_out) > 40
     assert largest_share(held_out, train) < 0.2
     assert split.counts["near_duplicate_groups"] > 10
+
+
+def test_a_split_by_single_chapter_would_not_be(sample: EncodedCorpus, o200k: Tokenizer) -> None:
+    """Why groups are kept together: accounts of the same events stand in several chapters. Of
+    splits by another hash each, a few percent of what is held out stands in training, and chapters
+    of which 20 % and 30 % do."""
+    spans = every_document(sample)
+    texts = list(text_of_ranges(sample.tokens, spans.ranges, o200k))
+    grams = ngrams(word_hashes(texts), 13)
+    which = np.unique(grams.values, return_inverse=True)[1]
+    owner = np.repeat(np.arange(len(texts)), grams.lengths)
+    totals, over = [], []
+    for salt in range(12):
+        draws = [hashlib.sha256(f"{salt} {t}".encode()).digest()[0] / 256 for t in texts]
+        held_out = np.array(draws) < RATIO / 4
+        trained = np.zeros(which.max() + 1, bool)
+        trained[which[~held_out[owner]]] = True
+        inside = np.bincount(owner, trained[which], len(texts))[held_out]
+        lengths = grams.lengths[held_out]
+        totals.append(inside.sum() / lengths.sum())
+        over.append([int((inside / lengths >= share).sum()) for share in (0.2, 0.3)])
+    assert 0.015 < np.mean(totals) < 0.04
+    assert sum(one[0] > 0 for one in over) >= 8
+    assert max(one[1] for one in over) >= 2

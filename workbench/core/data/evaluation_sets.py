@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from workbench.core.data.encoded import EncodedCorpus
-from workbench.core.data.split import Spans, Unit, every_document
+from workbench.core.data.split import Spans, Unit
 from workbench.core.data.tokenizer import Ids
 
 IGNORED = -100  # the target that is not scored
@@ -36,6 +35,7 @@ class EvaluationSet:
     """Documents in hash order. `byte_counts` is None where the ids stand for no text.
 
     `contexts` [M] are the ids that documents start after where `eod_id` is None.
+    `clean` tells the documents that do not overlap the training text; None: it was not measured.
     """
 
     name: str
@@ -45,6 +45,7 @@ class EvaluationSet:
     byte_counts: Int64 | None  # [M], UTF-8 bytes of each document's text
     content_sha256: npt.NDArray[np.uint8]  # [M, 32]
     contexts: Int64 | None = None
+    clean: npt.NDArray[np.bool_] | None = None  # [M]
 
     @property
     def sha256(self) -> str:
@@ -89,11 +90,6 @@ def from_spans(name: str, tokens: Ids, spans: Spans, eod_id: int) -> EvaluationS
     """The evaluation set of these stretches of an encoded corpus."""
     documents = [tokens[start:end] for start, end in spans.ranges]
     return EvaluationSet(name, spans.unit, eod_id, documents, spans.byte_counts, spans.sha256)
-
-
-def from_corpus(name: str, encoded: EncodedCorpus, eod_id: int) -> EvaluationSet:
-    """The evaluation set of a whole corpus: every document in hash order, each text once."""
-    return from_spans(name, encoded.tokens, every_document(encoded), eod_id)
 
 
 def facts_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,30 +15,39 @@ from workbench.core.data.corpus import Corpus, sample_corpus, text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import EvaluationSet, facts_of, from_spans
+from workbench.core.data.judged import JudgedSet, judge, of_training, settings_of, unproven
+from workbench.core.data.overlap import Passages
+from workbench.core.data.passages import passages_of_documents
 from workbench.core.data.shard_tokenizer import (
     Vocabulary,
     tokenizer_of_shard,
     vocab_size_of_shard,
 )
-from workbench.core.data.split import BLOCK_TOKENS, Split, split_corpus
+from workbench.core.data.split import BLOCK_TOKENS, Spans, Split, every_document, split_corpus
 from workbench.core.data.token_data import NOT_DECODED, load_shards
-from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
+from workbench.core.data.tokenizer import Ids, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from workbench.spec.run import RunSpec
 
 RANDOM_BLOCKS = 8  # of each evaluation set of random ids
 NO_TEXT = {"not_applicable": "random ids stand for no text"}
+SMOKE_TEST = "random ids: a smoke test"
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """All that a run reads. `facts` are what a comparison needs to know of it."""
+    """All that a run reads. `facts` are what a comparison needs to know of it.
+
+    Evaluation sets stand under the names that their numbers are logged by: what each has earned.
+    `train_passages` is the training side of that measurement; None: there is nothing to look into.
+    """
 
     tokenizer: Tokenizer | Vocabulary
     evaluation_sets: dict[str, EvaluationSet]
     facts: dict[str, Any]
     train_stream: Callable[[], WindowStream]  # a fresh stream, at its start
+    train_passages: Passages | None = None
 
 
 def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
@@ -93,16 +102,24 @@ def vocab_size_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> int:
 
 def _from_shards(spec: RunSpec, store: Path, seed: int) -> Data:
     found = load_shards(spec, store, seed=seed)
-    facts = _facts(found.vocabulary, found.facts, found.sets, spec, NOT_DECODED)
-    return Data(found.vocabulary, found.sets, facts, lambda: WindowStream(found.windows))
+    return _data(
+        found.vocabulary,
+        found.facts,
+        found.sets,
+        spec,
+        lambda: WindowStream(found.windows),
+        NOT_DECODED,
+    )
 
 
 def _from_corpus(
     spec: RunSpec, corpus: Corpus, tokenizer: Tokenizer, store: Path, seed: int
 ) -> Data:
-    encoded = encode_corpus(corpus, tokenizer, store / "cache" / "corpus")
-    ratio, cache = spec.data.held_out_ratio or 0.0, store / "cache/overlap"
-    split = split_corpus(encoded, tokenizer, ratio, cache_dir=cache)
+    encoded = encode_corpus(corpus, tokenizer, store / "cache/corpus")
+    cache, settings = store / "cache", settings_of(spec.data)
+    overlaps = cache / "overlap"
+    ratio = spec.data.held_out_ratio or 0.0
+    split = split_corpus(encoded, tokenizer, ratio, settings, overlaps)
     windows = TokenWindows(
         split.tokens,
         split.train_segments,
@@ -111,15 +128,21 @@ def _from_corpus(
         seed,
         split.train_sha256,
     )
-    sets: dict[str, EvaluationSet] = {}
+    sets: dict[str, JudgedSet] = {}
     for name in spec.evaluation.sets:
-        spans = split.held_out if name == "held_out" else split.train_split
+        if name == "train_split":
+            spans = _some(split.train_split, spec)
+            sets[name] = of_training(from_spans(name, split.tokens, spans, tokenizer.eod_id))
+            continue
+        if name == "held_out":
+            tokens, spans, passages = split.tokens, split.held_out, split.held_out_passages
+        else:
+            tokens, spans, passages = _from_files(spec, name, tokenizer, cache)
         if not len(spans):
             problem = "held_out_ratio 0 leaves no documents to hold out"
             raise DataError.at("evaluation.sets", problem, name, "train_split")
-        if spec.evaluation.eval_documents:
-            spans = spans.first(spec.evaluation.eval_documents)
-        sets[name] = from_spans(name, split.tokens, spans, tokenizer.eod_id)
+        one = from_spans(name, tokens, _some(spans, spec), tokenizer.eod_id)
+        sets[name] = judge(one, passages, split.train_passages, settings, overlaps)
     facts = {
         "source": corpus.source,
         "train_sha256": split.train_sha256,
@@ -128,11 +151,30 @@ def _from_corpus(
         "train_bytes": split.counts["train_bytes"],
         "split": split.rule,
         "counts": _counts(corpus, split, windows),
-        "overlap": "near-duplicates are on one side: see split",
     }
-    return Data(
-        tokenizer, sets, _facts(tokenizer, facts, sets, spec), lambda: WindowStream(windows)
+    data = _data(tokenizer, facts, sets, spec, lambda: WindowStream(windows))
+    return replace(data, train_passages=split.train_passages)
+
+
+def _from_files(
+    spec: RunSpec, name: str, tokenizer: Tokenizer, cache: Path
+) -> tuple[Ids, Spans, Passages]:
+    """The documents of a further evaluation set: every text of its files once."""
+    data = spec.data
+    number, given = next(
+        (number, one) for number, one in enumerate(data.held_out) if one.set_name == name
     )
+    unit, place = data.text_unit or "auto", f"data.held_out[{number}].path"
+    corpus = text_corpus(given.path, data.text_field or "text", unit, place)
+    encoded = encode_corpus(corpus, tokenizer, cache / "corpus")
+    spans = every_document(encoded)
+    passages = passages_of_documents(encoded.tokens, spans.ranges, spans.sha256, tokenizer)
+    return encoded.tokens, spans, passages
+
+
+def _some(spans: Spans, spec: RunSpec) -> Spans:
+    """As many documents as the spec evaluates."""
+    return spans.first(spec.evaluation.eval_documents) if spec.evaluation.eval_documents else spans
 
 
 def _counts(corpus: Corpus, split: Split, windows: TokenWindows) -> dict[str, int]:
@@ -148,7 +190,7 @@ def _random(spec: RunSpec, tokenizer: Tokenizer, seed: int) -> Data:
     ids of the training stream."""
     seq_len = spec.training.seq_len
     windows = RandomWindows(tokenizer.vocab_size, seq_len, seed)
-    sets: dict[str, EvaluationSet] = {}
+    sets: dict[str, JudgedSet] = {}
     for name in spec.evaluation.sets:
         blocks = RANDOM_BLOCKS
         if spec.evaluation.eval_documents:
@@ -156,7 +198,8 @@ def _random(spec: RunSpec, tokenizer: Tokenizer, seed: int) -> Data:
         source = windows
         if name == "held_out":
             source = RandomWindows(tokenizer.vocab_size, BLOCK_TOKENS, 0, "held_out")
-        sets[name] = _random_set(name, source, blocks, tokenizer.eod_id)
+        one = _random_set(name, source, blocks, tokenizer.eod_id)
+        sets[name] = of_training(one) if name == "train_split" else unproven(one, SMOKE_TEST)
     identity = f"random ids v1 below {tokenizer.vocab_size}"
     facts = {
         "source": "uniform random token ids (no text: a smoke test)",
@@ -166,9 +209,7 @@ def _random(spec: RunSpec, tokenizer: Tokenizer, seed: int) -> Data:
         "train_bytes": NO_TEXT,
         "split": "another random stream",
     }
-    return Data(
-        tokenizer, sets, _facts(tokenizer, facts, sets, spec), lambda: WindowStream(windows)
-    )
+    return _data(tokenizer, facts, sets, spec, lambda: WindowStream(windows))
 
 
 def _random_set(name: str, source: RandomWindows, blocks: int, eod_id: int) -> EvaluationSet:
@@ -180,14 +221,17 @@ def _random_set(name: str, source: RandomWindows, blocks: int, eod_id: int) -> E
     return EvaluationSet(name, "block of 1024 tokens", eod_id, documents, None, table)
 
 
-def _facts(
+def _data(
     tokenizer: Tokenizer | Vocabulary,
     data: dict[str, Any],
-    sets: dict[str, EvaluationSet],
+    sets: dict[str, JudgedSet],
     spec: RunSpec,
+    train_stream: Callable[[], WindowStream],
     no_bytes: dict[str, str] = NO_TEXT,
-) -> dict[str, Any]:
-    return {
+) -> Data:
+    """The data with their facts: those of a set stand under the name it was asked for by."""
+    seq_len, stride = spec.training.seq_len, spec.evaluation.stride
+    facts = {
         "tokenizer": {
             "name": tokenizer.name,
             "vocab_size": tokenizer.vocab_size,
@@ -195,7 +239,9 @@ def _facts(
         },
         "data": data,
         "evaluation": {
-            name: facts_of(one, spec.training.seq_len, spec.evaluation.stride, no_bytes)
+            name: facts_of(one.documents, seq_len, stride, no_bytes) | one.facts
             for name, one in sets.items()
         },
     }
+    by_logged_name = {one.documents.name: one.documents for one in sets.values()}
+    return Data(tokenizer, by_logged_name, facts, train_stream)

@@ -49,6 +49,7 @@ from workbench.core.data.ngrams import (
 from workbench.core.data.tokenizer import Ids
 from workbench.core.data.workers import cores
 from workbench.errors import storing
+from workbench.spec.held_out import HISTOGRAM, SetStatus, measured_status, overlap_rule
 
 FORMAT = "workbench-overlap-v1"
 MOST_KEYS = 16 << 20
@@ -185,6 +186,43 @@ def overlapping(found: Overlap, settings: Settings) -> Bools:
     """Which documents overlap the training text [M]."""
     share: Bools = found.shares >= settings.document_share
     return share & ((found.found > 0) | found.copies)
+
+
+def outcome(
+    found: Overlap, tokens: Int64, settings: Settings, unit: str = "word"
+) -> tuple[SetStatus, dict[str, Any], str]:
+    """Status, the counts that it rests on, and the rule, as a record holds them.
+
+    Args:
+        tokens: scored tokens of each document [M].
+    """
+    which = overlapping(found, settings)
+    documents, over = len(which), int(which.sum())
+    total, over_tokens = int(tokens.sum()), int(tokens[which].sum())
+    status = measured_status(documents, over, total, over_tokens, settings.limit)
+    looked_up, inside = int(found.ngrams.sum()), int(found.found.sum())
+    method = "every n-gram" if found.rate == 1 else f"a sample: 1 in {round(1 / found.rate)}"
+    facts = {
+        "method": f"{method}, 64-bit hashes",
+        "ngrams": looked_up,
+        "ngrams_in_training": inside,
+        "share": inside / looked_up if looked_up else 0.0,
+        "copies": int(found.copies.sum()),
+        "overlapping_documents": over,
+        "overlapping_tokens": over_tokens,
+        "histogram": histogram(found),
+    }
+    rule = overlap_rule(settings.ngram, settings.document_share, settings.limit, unit)
+    return status, facts, rule
+
+
+def histogram(found: Overlap) -> list[int]:
+    """Documents by the share of their n-grams in training, counted in the classes `HISTOGRAM`."""
+    shares = found.shares
+    classes = np.minimum(np.floor(shares * 10).astype(np.int64), 9) + 1
+    classes[shares == 0] = 0
+    classes[shares == 1] = len(HISTOGRAM) - 1
+    return [int(count) for count in np.bincount(classes, minlength=len(HISTOGRAM))]
 
 
 class _Index:

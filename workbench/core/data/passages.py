@@ -8,10 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from workbench.core.data.ngrams import MOST_UNITS
 from workbench.core.data.overlap import Passages
+from workbench.core.data.shard_files import StoredIds
 from workbench.core.data.tokenizer import Ids, Tokenizer
 
 DECODED_AT_ONCE = 1 << 20  # ids; bounds the memory of one long document beside its text
+READ_AT_ONCE = 1 << 20
 
 
 def texts_of(tokens: Ids, ranges: npt.NDArray[np.int64], tokenizer: Tokenizer) -> Iterator[str]:
@@ -58,6 +61,25 @@ def passages_of_ids(
     """Stretches [M, 2] of no whole documents, known by the hash of their ids."""
     identity = f"ids {sha256} of {tokenizer.content_sha256}"
     return Passages(identity, None, lambda: texts_of(tokens, ranges, tokenizer))
+
+
+def passages_of_shard(
+    tokens: StoredIds,
+    ranges: npt.NDArray[np.int64],
+    sha256: npt.NDArray[np.uint8] | None,
+    identity: str,
+    in_parts: bool = False,
+) -> Passages:
+    """Stretches [M, 2] of a file of ids, as ids; `in_parts`: none read into memory at once."""
+
+    def read() -> Iterator[Ids]:
+        for start, end in ranges.tolist():
+            yield tokens[start : min(end, start + READ_AT_ONCE)] if in_parts else tokens[start:end]
+            for at in range(start + READ_AT_ONCE, end if in_parts else 0, READ_AT_ONCE):
+                # from so far back on that no n-gram is lost between two parts
+                yield tokens[at - MOST_UNITS : min(end, at + READ_AT_ONCE)]
+
+    return Passages(identity, sha256, read_ids=read)
 
 
 def _decoded(ids: Ids, tokenizer: Tokenizer) -> str:

@@ -24,6 +24,9 @@ import numpy as np
 from workbench.core.data.batches import TokenWindows
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import EvaluationSet
+from workbench.core.data.judged import JudgedSet, judge, of_training, settings_of
+from workbench.core.data.overlap import Passages
+from workbench.core.data.passages import passages_of_shard
 from workbench.core.data.shard_files import StoredIds
 from workbench.core.data.shard_tokenizer import Decoder, Vocabulary, parts, vocabulary_of
 from workbench.core.data.shards import TokenShard, open_shard
@@ -50,7 +53,7 @@ class TokenData:
 
     vocabulary: Vocabulary
     windows: TokenWindows
-    sets: dict[str, EvaluationSet]
+    sets: dict[str, JudgedSet]
     facts: dict[str, Any]
 
 
@@ -132,7 +135,8 @@ def load_shards(spec: RunSpec, store: Path, *, seed: int) -> TokenData:
         seed,
         split.sha256,
     )
-    sets: dict[str, EvaluationSet] = {}
+    training = _training_passages(train, split)
+    sets: dict[str, JudgedSet] = {}
     for name in spec.evaluation.sets:
         spans, shard = (
             (split.train_split, train) if name == "train_split" else (held_out, held_out_shard)
@@ -140,16 +144,19 @@ def load_shards(spec: RunSpec, store: Path, *, seed: int) -> TokenData:
         if name not in ("train_split", "held_out") or spans is None:
             message = "token shards bring no such set"
             raise DataError.at("evaluation.sets", message, name, "train_split, held_out")
-        if spec.evaluation.eval_documents:
-            spans = spans.first(spec.evaluation.eval_documents)
-        sets[name] = _evaluation_set(name, shard, spans)
+        scored = spans.first(spec.evaluation.eval_documents or len(spans.ranges))
+        one = _evaluation_set(name, shard, scored)
+        if name == "train_split":
+            sets[name] = of_training(one)
+            continue
+        passages = _passages(shard, spans)
+        sets[name] = judge(one, passages, training, settings_of(data), store / "cache/overlap")
     facts = {
         "source": f"tokens: {train.format}, {len(train.tokens):,} ids",
         "train_sha256": split.sha256,
         **{f"train_{key}": split.counts[key] for key in ("documents", "tokens", "bytes")},
         "split": split.rule,
         "counts": _counts(split, train, held_out, windows),
-        "overlap": "n-grams not checked",
     }
     return TokenData(vocabulary, windows, sets, facts)
 
@@ -367,6 +374,28 @@ def _evaluation_set(name: str, shard: TokenShard, spans: _Spans) -> EvaluationSe
         spans.sha256,
         contexts,
     )
+
+
+def _passages(shard: TokenShard, spans: _Spans) -> Passages:
+    """Stretches that are scored, as ids: what they stand for need not be known to find them."""
+    digest = hashlib.sha256(spans.ranges.tobytes() + spans.sha256.tobytes()).hexdigest()
+    identity = f"stretches {digest} of ids {shard.sha256}"
+    hashes = spans.sha256 if spans.unit == "document" else None
+    return passages_of_shard(shard.tokens, spans.ranges, hashes, identity)
+
+
+def _training_passages(shard: TokenShard, split: _Split) -> Passages:
+    """What trains, in documents where their ends are known."""
+    ranges, hashes = split.segments, None
+    if shard.documents is not None:
+        rows = shard.documents
+        bounds = np.searchsorted(rows["start"], split.segments)
+        chosen = np.concatenate([np.arange(first, end) for first, end in bounds.tolist()])
+        ranges = np.stack([rows["start"][chosen], rows["end"][chosen]], axis=1)
+        hashes = _document_hashes(shard)[chosen]
+    digest = hashlib.sha256(ranges.tobytes()).hexdigest()
+    identity = f"training stretches {digest} of ids {shard.sha256}"
+    return passages_of_shard(shard.tokens, ranges, hashes, identity, in_parts=True)
 
 
 def _counts(

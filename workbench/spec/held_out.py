@@ -1,0 +1,58 @@
+"""What an evaluation set may be called: the rule that decides whether it is held out, and names.
+
+The statuses of a set:
+
+- `held_out`: its overlap with the training text was measured, and is within the limits;
+- `contaminated`: it was measured, and is not;
+- `unproven`: it was not measured, or not on all of the training text;
+- `train_split`: it is a part of the training text.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+SetStatus = Literal["held_out", "contaminated", "unproven", "train_split"]
+STATUSES: tuple[SetStatus, ...] = get_args(SetStatus)
+
+# The classes of the histogram of documents by their share of n-grams in training; a record holds a
+# count for each, in this order. The first holds shares of exactly 0, the last of exactly 1, those
+# between them what is above 0 and below 1, each without its upper end.
+HISTOGRAM = ("0", *(f"{low}-{low + 10} %" for low in range(0, 100, 10)), "100 %")
+
+
+def logged_name(name: str, status: str | None) -> str:
+    """The name that a set's numbers are logged under: `contaminated.wiki` for `held_out.wiki`.
+
+    Only a set whose status is `held_out` is called so.
+    """
+    if status in ("contaminated", "unproven") and name.partition(".")[0] == "held_out":
+        return status + name.removeprefix("held_out")
+    return name
+
+
+def overlap_rule(ngram: int, document_share: float, limit: float, unit: str = "word") -> str:
+    """The settings of the measurement in one sentence, as a record holds them.
+
+    `unit` is what an n-gram is made of: `word`, or `token` where only ids exist.
+    """
+    return (
+        f"n-grams of {ngram} {unit}s; a document overlaps from {document_share:.6g} of them on;"
+        f" contaminated above {limit:.6g} of documents or scored tokens"
+    )
+
+
+def measured_status(
+    documents: int, overlapping: int, tokens: int, overlapping_tokens: int, limit: float
+) -> SetStatus:
+    """What the measurement makes of a set.
+
+    Args:
+        documents: in the set.
+        overlapping: of them, those that overlap the training text.
+        tokens: scored tokens of the set.
+        overlapping_tokens: scored tokens of the overlapping documents.
+        limit: the share of either up to which the set is still held out.
+    """
+    beyond = overlapping > limit * documents or overlapping_tokens > limit * tokens
+    return "contaminated" if beyond else "held_out"
