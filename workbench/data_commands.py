@@ -1,4 +1,4 @@
-"""The commands of `wb data`: text into token shards, and what a shard holds.
+"""The commands of `wb data`: text into token shards, what a shard holds, what two sources share.
 
 Everything heavy is imported inside the command that needs it, as in `commands`.
 """
@@ -127,6 +127,71 @@ def inspect(
     cache = Store().home / "cache/tiktoken"
     shards = read(folder, cache, format.value, vocab_size, tokenizer, tokenizer_path)
     return Answer({"shards": shards} if as_json else "\n\n".join(map(_shard_page, shards)))
+
+
+@app.command()
+def overlap(
+    training: Annotated[
+        str,
+        typer.Argument(metavar="TRAIN", help="Training text, or a token shard."),
+    ],
+    evaluation: Annotated[
+        str, typer.Argument(metavar="EVAL", help="What is to be held out: likewise.")
+    ],
+    ngram: Annotated[int, typer.Option(min=1, max=256, help="Words, or ids, in a row.")] = 13,
+    document_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of its n-grams at which a document overlaps.")
+    ] = 0.2,
+    limit: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of overlapping documents, or of their text.")
+    ] = 0.01,
+    text_field: Annotated[
+        str, typer.Option(help="The field or column that is the text (.jsonl, .parquet).")
+    ] = "text",
+    text_unit: Annotated[
+        Unit, typer.Option(help="What a document is in .txt; auto: a file where there are several.")
+    ] = Unit.auto,
+    format: Annotated[ShardFormat, typer.Option(help="Of shards.")] = ShardFormat.auto,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ids, where a shard does not say it.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Say how much of EVAL stands in TRAIN, document by document; exit 3 if it is contaminated."""
+    from workbench.process import prepare_process
+
+    prepare_process()
+    from workbench.core.data.overlap import Settings
+    from workbench.core.data.overlap_check import Reading, overlap_of
+
+    reading = Reading(text_field, text_unit.value, format.value, vocab_size)
+    found = overlap_of(training, evaluation, reading, Settings(ngram, document_share, limit))
+    code = 0 if found["status"] == "held_out" else 3
+    return Answer(found if as_json else _overlap_page(found), code)
+
+
+def _overlap_page(found: dict[str, Any]) -> str:
+    from workbench.spec.held_out import HISTOGRAM
+
+    counted = found["overlap"]
+    size = "tokens" if "tokens" in found else "bytes"
+    rows = {
+        "status": found["status"],
+        "n-grams": f"{counted['ngrams']:,}, of which {counted['ngrams_in_training']:,} stand in "
+        f"TRAIN: {100 * counted['share']:.3g} % ({counted['method']})",
+        "overlapping": f"{counted['overlapping_documents']:,} of {found['documents']:,} "
+        f"({found['unit']}), {counted[f'overlapping_{size}']:,} of {found[size]:,} {size}",
+        "copies": f"{counted['copies']:,} stand in TRAIN as a whole",
+        "rule": found["overlap_rule"],
+    }
+    lines = [f"{key:12} {value}" for key, value in rows.items()]
+    lines += ["", "share of its n-grams in TRAIN    documents"]
+    most = max(counted["histogram"])
+    for label, count in zip(HISTOGRAM, counted["histogram"], strict=True):
+        bar = "#" * -(-40 * count // most)
+        lines.append(f"{label:>12}  {count:>12,}  {bar}".rstrip())
+    return "\n".join(lines)
 
 
 def _prepared_page(done: Prepared) -> str:
