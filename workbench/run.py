@@ -57,6 +57,7 @@ from workbench.progress import Reporter
 from workbench.recorder import Recorder, now
 from workbench.resume import Beginning, ResumeRequest, take_up
 from workbench.signals import InterruptedRunError, StopRequests
+from workbench.spec.held_out import set_words
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.events import NullTracker, Tracker
 from workbench.track.feeder import MlflowTracker, patience
@@ -194,6 +195,8 @@ def run(
         except BaseException:
             store.discard_run(folder)
             raise
+        for name, facts in recorder.record.effective.evaluation.items():
+            reporter.say(set_words(name, facts.status, facts.overlap, facts.documents))
         try:
             with reporter:
                 exit_code = _train_and_record(parts, recorder, reporter, stop)

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from workbench.compare.held_out import histogram_words, is_smoke_test, overlap_words
 from workbench.errors import reason_of
-from workbench.spec.held_out import logged_name
+from workbench.spec.held_out import is_smoke_test, set_words
 from workbench.track.record import RunRecord
 from workbench.track.store import METRICS, RunEntry, Store
 
@@ -146,9 +145,9 @@ def closing_lines(
     numbers = "  ".join(
         f"{name} {final[name]:.4f}"
         for name in (*_HELD_OUT, "train_split/nll")
-        if name in final and not is_smoke_test(record)
+        if name in final and not is_smoke_test(record.spec)
     )
-    if is_smoke_test(record):
+    if is_smoke_test(record.spec):
         numbers = "none: random ids, a smoke test"
     lines = [
         f"{record.name}: {record.status.lower()}" + (f" ({record.error})" if record.error else ""),
@@ -199,11 +198,10 @@ def _sets(record: RunRecord) -> list[tuple[str, str]]:
     """What was shown of every evaluation set."""
     lines = []
     for name, facts in record.effective.evaluation.items():
-        said = f"{facts.status or 'not recorded'}: {overlap_words(facts)}"
-        if classes := histogram_words(facts):
-            said += f" (documents by share: {classes})"
-        lines.append((logged_name(name, facts.status), said))
-    if is_smoke_test(record):
+        said = set_words(name, facts.status, facts.overlap, facts.documents)
+        logged, _, measured = said.partition(": ")
+        lines.append((logged, f"{facts.status or 'status not recorded'}: {measured}"))
+    if is_smoke_test(record.spec):
         lines.append(("smoke test", "random ids: no number of this run is a result"))
     return lines
 

@@ -118,8 +118,11 @@ def test_a_report_shows_status_share_and_histogram(pair: tuple[Path, Path]) -> N
     lines = [" ".join(line.split()) for line in section.splitlines()]
     assert f"| A | held_out | held_out | 0.2 % | 0 of {DOCUMENTS} | 0 |" in lines
     assert "| A | train_split | train_split | - | - | - |" in lines
-    assert f"| B | held_out | 0: 2, 0-10 %: {DOCUMENTS - 2} |" in lines
+    assert f"- B, held_out: 0: 2, 0-10 %: {DOCUMENTS - 2}" in lines
     assert any(line.startswith("- n-grams of 13 words; a document overlaps") for line in lines)
+    said = " ".join(render_terminal(comparison).split())
+    assert f"held_out: 0 of {DOCUMENTS} documents overlap the training text" in said
+    assert f"(documents by share: 0: 2, 0-10 %: {DOCUMENTS - 2})" in said
     numbers = comparison.to_json()["results"]
     assert numbers["held_out/clean_nll"]["a"] == pytest.approx(numbers["held_out/nll"]["a"])
 

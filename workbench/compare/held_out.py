@@ -7,17 +7,20 @@ from typing import Any
 
 from workbench.compare.markdown import table, text
 from workbench.errors import Fault
-from workbench.spec.held_out import HISTOGRAM, STATUSES, logged_name, measured_status, overlap_rule
+from workbench.spec.held_out import (
+    HISTOGRAM,
+    STATUSES,
+    histogram_words,
+    logged_name,
+    measured_status,
+    overlap_rule,
+    overlap_words,
+    percent,
+)
 from workbench.spec.run import RunSpec
 from workbench.track.record import RunRecord, SetFacts
 
 SMOKE_TEST = "random ids: a smoke test, whose numbers say nothing of any text"
-
-
-def is_smoke_test(record: RunRecord) -> bool:
-    """Whether a run was trained on random ids."""
-    data = record.spec.get("data")
-    return isinstance(data, Mapping) and data.get("dataset") == "random"
 
 
 def refusals(evaluated: Mapping[str, SetFacts], dataset: Any) -> dict[str, str]:
@@ -31,38 +34,10 @@ def refusals(evaluated: Mapping[str, SetFacts], dataset: Any) -> dict[str, str]:
     if any(facts.status in ("held_out", "unproven") for facts in evaluated.values()):
         return {}
     return {
-        name: f"contaminated: {overlap_words(facts)}"
+        name: f"contaminated: {overlap_words(facts.overlap, facts.documents)}"
         for name, facts in evaluated.items()
         if facts.status == "contaminated"
     }
-
-
-def overlap_words(facts: SetFacts) -> str:
-    """What was measured of a set, in a few words."""
-    found = facts.overlap
-    if not isinstance(found, dict):
-        return found.not_applicable if found is not None else "not recorded"
-    documents = f"{found.get('overlapping_documents'):,} of {facts.documents:,}"
-    return (
-        f"{documents} documents overlap the training text, in which {percent(found.get('share'))}"
-        " of all n-grams stand"
-    )
-
-
-def percent(share: Any) -> str:
-    """A share in percent, so many digits that none but 0 reads as 0."""
-    return f"{100 * share:.3g} %" if isinstance(share, int | float) else "-"
-
-
-def histogram_words(facts: SetFacts) -> str:
-    """The classes of the histogram that hold documents."""
-    found = facts.overlap
-    counts = found.get("histogram") if isinstance(found, dict) else None
-    if not isinstance(counts, list):
-        return ""
-    return ", ".join(
-        f"{label}: {count:,}" for label, count in zip(HISTOGRAM, counts, strict=False) if count
-    )
 
 
 def held_out_section(records: Mapping[str, RunRecord]) -> str:
@@ -72,7 +47,7 @@ def held_out_section(records: Mapping[str, RunRecord]) -> str:
         records: what each run is called in the tables -> its record.
     """
     rows: list[list[str]] = []
-    histograms: list[list[str]] = []
+    histograms: list[str] = []
     notes: dict[str, None] = {}
     for label, record in records.items():
         for name, facts in record.effective.evaluation.items():
@@ -89,21 +64,19 @@ def held_out_section(records: Mapping[str, RunRecord]) -> str:
             rows.append([label, logged, str(facts.status), share, over, copies])
             if isinstance(facts.overlap_rule, str):
                 notes[f"{facts.overlap_rule} ({found.get('method')})"] = None
-            if classes := histogram_words(facts):
-                histograms.append([label, logged, classes])
+            if classes := histogram_words(facts.overlap):
+                histograms.append(f"{label}, {logged}: {classes}")
     if not rows:
         return ""
     head = ["run", "set", "status", "n-grams in training", "documents overlapping", "copies"]
     parts = [table(head, rows, numbers=3)]
     if histograms:
-        what = "share of a document's n-grams in the training text: number of documents"
-        parts.append(table(["run", "set", what], histograms))
-    parts += [f"- {text(note)}" for note in notes]
-    return (
-        "\n\n".join(parts[: len(parts) - len(notes)])
-        + "\n\n"
-        + "\n".join(parts[len(parts) - len(notes) :])
-    )
+        parts.append("Documents by the share of their n-grams that stand in the training text:")
+        parts.append("\n".join(f"- {text(line)}" for line in histograms))
+    if notes:
+        parts.append("How it was measured:")
+        parts.append("\n".join(f"- {text(note)}" for note in notes))
+    return "\n\n".join(parts)
 
 
 def overlap_faults(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:

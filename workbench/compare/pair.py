@@ -12,13 +12,14 @@ from typing import Any
 
 from workbench.compare.evidence import check_record
 from workbench.compare.facts import EVALUATION, FINITE, Facts, facts_of_record, facts_of_spec
-from workbench.compare.held_out import SMOKE_TEST, is_smoke_test
+from workbench.compare.held_out import SMOKE_TEST
 from workbench.compare.measurements import RunData, read_run
 from workbench.compare.results import Results, evaluated_sets, measured_at, results_of
 from workbench.compare.rules import Judgement, Ruling, Verdict, check_claims, judge
 from workbench.compare.words import remedy, why
 from workbench.errors import UserError
 from workbench.spec.checklist import CLAIMS, Claim
+from workbench.spec.held_out import is_smoke_test
 from workbench.spec.run import RunSpec
 from workbench.track.record import SCHEMA_VERSION, Point, RunRecord, Status, read_record, strict
 
@@ -189,7 +190,7 @@ def compare_runs(
         if not _permits(judgement, asked):
             return comparison
     blanked = refusing(judgement)
-    if any(is_smoke_test(record) for record in records):  # whatever is allowed
+    if any(is_smoke_test(record.spec) for record in records):  # whatever is allowed
         blanked |= dict.fromkeys(("nll", "bpb"), SMOKE_TEST)
     results = results_of(a_data, b_data, tokens, blanked)
     return replace(comparison, results=results, metrics=(a_data.metrics, b_data.metrics))

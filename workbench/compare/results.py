@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from workbench.compare.added import added_numbers
-from workbench.compare.held_out import overlap_words
 from workbench.compare.measurements import Metrics, RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, scores_path
 from workbench.compare.stats import DRAWS, document_interval
 from workbench.spec.checklist import Claim
-from workbench.spec.held_out import logged_name
+from workbench.spec.held_out import logged_name, overlap_words
 from workbench.track.record import RunRecord
 
 BOOTSTRAP_SEED = 20_250
@@ -304,7 +303,7 @@ def _what(name: str, record: RunRecord) -> str:
     if name == "train_split":
         return f"{count}fixed {units} of the training text: repeatable, not held out"
     if facts is not None and facts.status == "contaminated":
-        return f"{count}{units}, not held out: {overlap_words(facts)}"
+        return f"{count}{units}, not held out: {overlap_words(facts.overlap, facts.documents)}"
     if not name.startswith("held_out"):
         return f"{count}{units} that are not shown to be disjoint from training"
     if record.effective.data.split == "contiguous_tail":

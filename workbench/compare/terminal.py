@@ -17,6 +17,7 @@ from workbench.compare.sentences import (
 )
 from workbench.compare.words import matching_overrides, remedy, why
 from workbench.spec.checklist import Claim
+from workbench.spec.held_out import set_words
 
 _WIDTH = 100
 _COLORS: dict[Verdict, str] = {"comparable": "32", "flagged": "33", "refused": "31"}
@@ -32,6 +33,7 @@ def render_terminal(comparison: Comparison, color: bool = False) -> str:
     if comparison.results is not None:
         said = [number_sentence(comparison), interval_sentence(comparison)]
         lines += ["", *_wrap(" ".join([*filter(None, said), noise_sentence(comparison)]))]
+    lines += _sets(comparison)
     if comparison.verdict == "refused":
         said_by_rule = remedies(comparison)
         refusing = [r.rule for r in judgement.rules if r.over(asked) == "refused"]
@@ -43,6 +45,22 @@ def render_terminal(comparison: Comparison, color: bool = False) -> str:
     if comparison.report:
         lines += ["", f"report: {comparison.report / 'report.md'}"]
     return "\n".join(lines)
+
+
+def _sets(comparison: Comparison) -> list[str]:
+    """What was shown of every evaluation set, once where it is the same of both runs."""
+    said: dict[str, list[str]] = {}
+    for label, side in zip(comparison.names, (comparison.a, comparison.b), strict=True):
+        for name, facts in side.record.effective.evaluation.items():
+            if facts.status not in (None, "train_split"):
+                words = set_words(name, facts.status, facts.overlap, facts.documents)
+                said.setdefault(words, []).append(label)
+    lines = [
+        line
+        for words, labels in said.items()
+        for line in _wrap(words if len(labels) == 2 else f"{labels[0]}: {words}", "  - ")
+    ]
+    return ["", "evaluation sets:", *lines] if lines else []
 
 
 def render_check(check: Check, color: bool = False) -> str:

@@ -10,7 +10,8 @@ The statuses of a set:
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 SetStatus = Literal["held_out", "contaminated", "unproven", "train_split"]
 STATUSES: tuple[SetStatus, ...] = get_args(SetStatus)
@@ -56,3 +57,41 @@ def measured_status(
     """
     beyond = overlapping > limit * documents or overlapping_tokens > limit * tokens
     return "contaminated" if beyond else "held_out"
+
+
+def is_smoke_test(spec: Mapping[str, Any]) -> bool:
+    """Whether a run of this spec is trained on random ids."""
+    data = spec.get("data")
+    return isinstance(data, Mapping) and data.get("dataset") == "random"
+
+
+def overlap_words(overlap: object, documents: int | None) -> str:
+    """What a record says was measured of a set of so many documents, in a few words."""
+    if not isinstance(overlap, Mapping):
+        return str(getattr(overlap, "not_applicable", "not recorded"))
+    return (
+        f"{overlap.get('overlapping_documents')} of {documents} documents overlap the training"
+        f" text, in which {percent(overlap.get('share'))} of all n-grams stand"
+    )
+
+
+def histogram_words(overlap: object) -> str:
+    """The classes of the histogram that hold documents; empty where nothing was measured."""
+    counts = overlap.get("histogram") if isinstance(overlap, Mapping) else None
+    if not isinstance(counts, list):
+        return ""
+    return ", ".join(
+        f"{label}: {count:,}" for label, count in zip(HISTOGRAM, counts, strict=False) if count
+    )
+
+
+def percent(share: Any) -> str:
+    """A share in percent, so many digits that none but 0 reads as 0."""
+    return f"{100 * share:.3g} %" if isinstance(share, int | float) else "-"
+
+
+def set_words(name: str, status: str | None, overlap: object, documents: int | None) -> str:
+    """A line on one set: the name it is logged under, what was measured, and the histogram."""
+    said = f"{logged_name(name, status)}: {overlap_words(overlap, documents)}"
+    classes = histogram_words(overlap)
+    return f"{said} (documents by share: {classes})" if classes else said
