@@ -110,6 +110,44 @@ def test_documents_are_split_whole(tmp_path: Path) -> None:
     assert data.facts["tokenizer"]["sha256"] == "ab" * 32
 
 
+def write_shard(folder: Path, documents: list[list[int]]) -> str:
+    with ShardWriter(folder, tokenizer="toy-512", vocab_size=512, eod_id=0) as writer:
+        for number, ids in enumerate(documents):
+            writer.append(np.array(ids), len(ids), bytes([number]) + bytes(31))
+        writer.finish()
+    return str(folder)
+
+
+def test_a_shard_that_repeats_the_training_shard_is_contaminated(tmp_path: Path) -> None:
+    """Found by its ids: the tokenizer need not be known. Where nothing says where documents end, a
+    passage is found wherever it stands."""
+    ids = np.fromfile(REFERENCE / "train/tokens.bin", "<u2").tolist()
+    fresh = np.random.default_rng(0).integers(1, 512, (9, 60)).tolist()
+    half = [*ids[2_000:2_030], *fresh[0][:30]]
+    shard = write_shard(tmp_path / "s", [*fresh, half])
+    plain = load(tmp_path, eval_tokens_path=write_shard(tmp_path / "plain", fresh))
+    assert plain.facts["evaluation"]["held_out"]["status"] == "held_out"
+    data = load(tmp_path, eval_tokens_path=shard)
+    assert set(data.evaluation_sets) == {"train_split", "contaminated"}
+    facts = data.facts["evaluation"]["held_out"]
+    assert facts["overlap"]["ngrams_in_training"] == 30 - 12
+    assert facts["overlap"]["overlapping_documents"] == 1
+    assert facts["overlap_rule"].startswith("n-grams of 13 tokens;")
+
+
+def test_a_document_in_both_shards_is_a_copy(tmp_path: Path) -> None:
+    documents = np.random.default_rng(0).integers(1, 512, (40, 30)).tolist()
+    train, other = (
+        write_shard(tmp_path / "a", documents),
+        write_shard(tmp_path / "b", documents[7:]),
+    )
+    data = load(tmp_path, tokens_path=train, eval_tokens_path=other)
+    found = data.facts["evaluation"]["held_out"]["overlap"]
+    assert (found["share"], found["overlapping_documents"]) == (1.0, 33)
+    assert data.train_passages is not None
+    assert data.train_passages.unit == "token"
+
+
 class Interrupter(NullTracker):
     """Asks the run to stop when the row of step 3 has been written."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,14 +103,9 @@ def vocab_size_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> int:
 
 def _from_shards(spec: RunSpec, store: Path, seed: int) -> Data:
     found = load_shards(spec, store, seed=seed)
-    return _data(
-        found.vocabulary,
-        found.facts,
-        found.sets,
-        spec,
-        lambda: WindowStream(found.windows),
-        NOT_DECODED,
-    )
+    stream = partial(WindowStream, found.windows)
+    data = _data(found.vocabulary, found.facts, found.sets, spec, stream, NOT_DECODED)
+    return replace(data, train_passages=found.training)
 
 
 def _from_corpus(

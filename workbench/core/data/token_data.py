@@ -55,6 +55,7 @@ class TokenData:
     windows: TokenWindows
     sets: dict[str, JudgedSet]
     facts: dict[str, Any]
+    training: Passages
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +159,7 @@ def load_shards(spec: RunSpec, store: Path, *, seed: int) -> TokenData:
         "split": split.rule,
         "counts": _counts(split, train, held_out, windows),
     }
-    return TokenData(vocabulary, windows, sets, facts)
+    return TokenData(vocabulary, windows, sets, facts, training)
 
 
 def _open(spec: RunSpec, field: str, memory: Path) -> TokenShard:
