@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.core.counts import count_parameters, flops_per_token
 from workbench.core.data.batches import TokenDigest
-from workbench.core.data.loading import Data, load_data, vocab_size_of
+from workbench.core.data.loading import Data, known_facts, load_data, vocab_size_of
 from workbench.core.schedules import last_step, planned_trace, ramp_tokens
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.provenance import redact
@@ -26,13 +26,15 @@ def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
     Raises:
         UserError: the data or the tokenizer cannot be read; a run would fail the same way.
     """
-    data = load_data(spec, store.home, seed=spec.seed)
-    steps = last_step(spec, data.train_stream())
-    tokens = steps * spec.tokens_per_step
-    counts = count_parameters(spec.model, data.tokenizer.vocab_size)
+    data = None
+    known = known_facts(spec, store.home)  # a stream is not read for it
+    steps = spec.training.stop_at_step or spec.training.steps or None
+    if known is None:
+        data = load_data(spec, store.home, seed=spec.seed)
+        known = data.facts
+        steps = last_step(spec, data.train_stream())
+    counts = count_parameters(spec.model, known["tokenizer"]["vocab_size"])
     facts: dict[str, Any] = {
-        "effective.budget.tokens": tokens,
-        "effective.budget.lr_trace": planned_trace(spec, steps),
         "effective.budget.ramp_tokens": ramp_tokens(spec),
         "effective.optimizer.sequences_per_update": spec.sequences_per_update,
         "effective.optimizer.warmup_steps": spec.warmup_steps,
@@ -45,11 +47,16 @@ def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
     if spec.training.device != "auto":
         facts["effective.hardware.device_type"] = spec.training.device
     facts |= {f"effective.parameters.{name}": value for name, value in vars(counts).items()}
-    facts |= {f"effective.tokenizer.{k}": v for k, v in data.facts["tokenizer"].items()}
-    facts |= {f"effective.data.{k}": v for k, v in data.facts["data"].items()}
-    for name, one in data.facts["evaluation"].items():
+    facts |= {f"effective.tokenizer.{k}": v for k, v in known["tokenizer"].items()}
+    facts |= {f"effective.data.{k}": v for k, v in known["data"].items()}
+    for name, one in known["evaluation"].items():
         facts |= {f"effective.evaluation.{name}.{k}": v for k, v in one.items()}
-    if tokens <= MOST_REPLAYED_TOKENS:
+    if steps is None:  # to the end of a stream
+        return facts
+    tokens = steps * spec.tokens_per_step
+    facts["effective.budget.tokens"] = tokens
+    facts["effective.budget.lr_trace"] = planned_trace(spec, steps)
+    if data is not None and tokens <= MOST_REPLAYED_TOKENS:
         facts["effective.data.order_digest"] = _planned_digest(spec, data, steps)
     return facts
 

@@ -17,10 +17,11 @@ class Reporter:
     """Shows the steps and evaluations of one run on standard error.
 
     On a terminal a bar with step, loss, tokens/s and time left stands below the lines; elsewhere
-    each logged step is a line of its own, so that a log file reads as one.
+    each logged step is a line of its own, so that a log file reads as one. `steps` None: the end is
+    not known.
     """
 
-    def __init__(self, steps: int, quiet: bool = False) -> None:
+    def __init__(self, steps: int | None, quiet: bool = False) -> None:
         self._steps = steps
         self._quiet = quiet
         self._bar: Progress | None = None
@@ -34,7 +35,7 @@ class Reporter:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("step {task.completed:.0f}" + self._of()),
                 BarColumn(),
                 TextColumn("{task.fields[loss]}"),
                 TextColumn("{task.fields[speed]}"),
@@ -80,17 +81,23 @@ class Reporter:
             loss, rate = f"train nll {result.nll:.4f}", f"{speed:,.0f} tokens/s"
             self._bar.update(self._task, completed=result.step, loss=loss, speed=rate)
         elif logged:
-            left = (self._steps - result.step) * tokens / speed
+            left = ""
+            if self._steps is not None:
+                seconds = (self._steps - result.step) * tokens / speed
+                left = f"  about {_duration(seconds)} left"
             self.say(
-                f"step {result.step}/{self._steps}  train/nll {result.nll:.4f}  "
-                f"lr {result.learning_rate:.2e}  {speed:,.0f} tokens/s  "
-                f"about {_duration(left)} left"
+                f"step {result.step}{self._of()}  train/nll {result.nll:.4f}  "
+                f"lr {result.learning_rate:.2e}  {speed:,.0f} tokens/s{left}"
             )
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """An evaluation is complete."""
         shown = "  ".join(f"{k} {v:.4f}" for k, v in values.items() if k.endswith("/nll"))
-        self.say(f"step {step}/{self._steps}  {shown}")
+        self.say(f"step {step}{self._of()}  {shown}")
+
+    def _of(self) -> str:
+        """The planned end behind a step; nothing where it is not known."""
+        return "" if self._steps is None else f"/{self._steps}"
 
 
 def _duration(seconds: float) -> str:

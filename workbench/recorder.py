@@ -160,6 +160,9 @@ class Recorder:
         record.results.seconds = time.monotonic() - self._began
         record.results.peak_memory_bytes = peak_bytes(self._parts.device)
         record.effective.budget.finished = status == "FINISHED"
+        stop = self._parts.spec.training.stop_at_step
+        if status == "FINISHED" and record.total_tokens is None and step != stop:  # a stream's end
+            record.total_tokens = self._parts.state.tokens
         if step - self._warm >= LEAST_TIMED_STEPS:
             record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
             record.effective.interval = IntervalFacts(first_step=self._warm + 1, last_step=step)
@@ -177,6 +180,12 @@ class Recorder:
         self._tracker.finish(self.record, say)
 
     def _write_record(self) -> None:
+        found = self._parts.state.stream.found()
+        if found is not None:
+            data = self.record.effective.data
+            data.counts = (data.counts or {}) | found.counts
+            for name, passed in found.passed.items():
+                self.record.effective.evaluation[name].passed = passed
         with storing(self._folder / RECORD):
             write_record(self.record, self._folder)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.core.restore import Saved, newest_checkpoint, open_checkpoint, restore
-from workbench.core.schedules import is_evaluated, is_logged
+from workbench.core.schedules import is_evaluated, is_last, is_logged
 from workbench.core.train import TrainState
 from workbench.errors import UserError
 from workbench.guard import Difference, changes, require_no_refusal
@@ -62,13 +62,14 @@ def take_up(
     new: RunRecord,
     spec: RunSpec,
     state: TrainState,
-    last: int,
+    last: int | None,
     store: Store,
     say: Say,
 ) -> Beginning | None:
     """Puts `state` to where the run stood, and its folder; None: there is no such run yet.
 
-    `new` is the record that a new run of `spec` would have; `last` the step at which it ends.
+    `new` is the record that a new run of `spec` would have; `last` the step at which it ends
+    (None: at the end of a stream).
 
     Raises:
         UserError: no such run or checkpoint, a run that is still going, damaged files.
@@ -95,7 +96,7 @@ def _go_on(
     new: RunRecord,
     spec: RunSpec,
     state: TrainState,
-    last: int,
+    last: int | None,
     source: tuple[Path, Path | None],
     say: Say,
 ) -> Beginning:
@@ -104,12 +105,13 @@ def _go_on(
     saved = _checkpoint(folder, path, say)
     found = changes(old, new, saved.state["spec"] if saved else old.spec)
     require_no_refusal(found, old.name, request.force)
-    if old.status == "FINISHED" and saved and saved.step >= last:
+    if old.status == "FINISHED" and saved and _is_at_end(old, saved, last):
         say(f"{old.name} is finished, and nothing that matters has changed: nothing to do")
         return Beginning(folder, old, nothing_to_do=True)
     step = saved.step if saved else 0
     if saved:
         restore(state, saved, spec)
+        last = _end(spec, state, last)
         say(f"{old.name} goes on from step {step:,} ({saved.path.name})")
     else:
         say(f"{old.name} has no checkpoint: it begins again at step 0")
@@ -120,12 +122,24 @@ def _go_on(
     return Beginning(folder, record, row)
 
 
+def _is_at_end(old: RunRecord, saved: Saved, last: int | None) -> bool:
+    """Whether a finished run has nothing left to train."""
+    if last is not None:
+        return saved.step >= last
+    return old.total_tokens is not None and old.total_tokens == old.results.tokens
+
+
+def _end(spec: RunSpec, state: TrainState, last: int | None) -> int | None:
+    """The last step, where the run stands at the end of a stream already."""
+    return state.step if last is None and is_last(spec, state.stream, state.step, None) else last
+
+
 def _fork(
     request: ResumeRequest,
     new: RunRecord,
     spec: RunSpec,
     state: TrainState,
-    last: int,
+    last: int | None,
     store: Store,
     source: tuple[Path, Path | None],
     say: Say,
@@ -137,6 +151,7 @@ def _fork(
         raise UserError.at(str(parent), "there is no checkpoint to fork from")
     found = changes(old, new, saved.state["spec"])
     restore(state, saved, spec)
+    last = _end(spec, state, last)
     folder = store.create_run(new.name)
     try:
         copy_history(parent, folder)
@@ -232,7 +247,7 @@ def _last_logged(folder: Path) -> int:
 
 
 def _rewound(
-    folder: Path, record: RunRecord, step: int, last: int
+    folder: Path, record: RunRecord, step: int, last: int | None
 ) -> dict[str, Number | None] | None:
     """Takes the run's files back to `step`; returns the row of that step where it is not whole."""
     spec = record.run_spec

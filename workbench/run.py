@@ -81,7 +81,7 @@ class Components:
     state: TrainState
     forward: TrainingForward
     loss: Loss
-    steps: int
+    steps: int | None  # None: to the end of a stream
     table: list[ParameterRow]
     effective: Effective
     device: torch.device
@@ -245,6 +245,7 @@ def replay(parts: Components, record: RunRecord, folder: Path) -> dict[int, str]
 def new_record(parts: Components, command: list[str]) -> RunRecord:
     """The record that a run of these parts begins with."""
     spec = parts.spec
+    planned = planned_steps(spec, parts.state.stream)
     return RunRecord(
         id=uuid.uuid4().hex,
         name=spec.name,
@@ -258,7 +259,7 @@ def new_record(parts: Components, command: list[str]) -> RunRecord:
         params=parts.effective.parameters.total,
         parameter_table=[asdict(row) for row in parts.table],
         tokens_per_step=spec.tokens_per_step,
-        total_tokens=spec.tokens_per_step * planned_steps(spec, parts.state.stream),
+        total_tokens=planned and spec.tokens_per_step * planned,
         backend={"backend": device_kind(parts.device), "distributed": None},
         model_config_={
             **spec.model.model_dump(mode="json"),
@@ -301,17 +302,19 @@ def _train_and_record(
 
 def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests) -> None:
     """The run itself: evaluate, then update, log, evaluate and save, to the last step."""
-    spec, steps = parts.spec, parts.steps
+    spec = parts.spec
     saved = time.monotonic()
 
     if recorder.owes_evaluation:
         recorder.evaluation(stop.check, reporter)
     for result in train(spec, parts.state, parts.forward, parts.loss):
         step = result.step
-        last, logged = step == steps, is_logged(spec, step, steps)
+        last = result.is_last
+        end = step if last else None
+        logged = is_logged(spec, step, end)
         recorder.step(result, logged)
         reporter.step(result, logged)
-        if is_evaluated(spec, step, steps):
+        if is_evaluated(spec, step, end):
             recorder.evaluation(stop.check, reporter)
         recorder.flush()
         saving = spec.checkpoint

@@ -87,7 +87,8 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
         ("parameters", _counts(effective.parameters.total, effective.parameters.active)),
         ("tokenizer", f"{effective.tokenizer.name}, {effective.tokenizer.vocab_size:,} entries"),
         ("data", f"{effective.data.source}; split: {_plain(effective.data.split)}"),
-        ("tokens", f"{_reached(record):,} of {record.total_tokens:,}, seed {spec['seed']}"),
+        *([("order", _plain(order))] if (order := effective.data.order_proof) else []),
+        ("tokens", f"{_reached(record):,} of {_planned(record)}, seed {spec['seed']}"),
         *_evaluated(record),
         *_sets(record),
         ("precision", f"{effective.precision.compute_dtype} ({effective.precision.matmul})"),
@@ -198,7 +199,7 @@ def _sets(record: RunRecord) -> list[tuple[str, str]]:
     """What was shown of every evaluation set."""
     lines = []
     for name, facts in record.effective.evaluation.items():
-        said = set_words(name, facts.status, facts.overlap, facts.documents)
+        said = set_words(name, facts.status, facts.measured, facts.documents)
         logged, _, measured = said.partition(": ")
         lines.append((logged, f"{facts.status or 'status not recorded'}: {measured}"))
     if is_smoke_test(record.spec):
@@ -220,6 +221,11 @@ def _reached(record: RunRecord) -> int:
     if record.results.tokens is not None:
         return record.results.tokens
     return record.points[-1].tokens if record.points else 0
+
+
+def _planned(record: RunRecord) -> str:
+    total = record.total_tokens
+    return "a stream of unknown length" if total is None else f"{total:,}"
 
 
 def _plain(fact: Any) -> str:

@@ -13,7 +13,6 @@ from workbench.spec.run import RunSpec
 @pytest.mark.parametrize(
     ("data", "place"),
     [
-        ({"dataset": "fineweb", "stream_path": "folder"}, "data.dataset"),
         (
             {
                 "dataset": "tokens",

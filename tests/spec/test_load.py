@@ -132,7 +132,6 @@ def test_what_cannot_be_trained_is_refused(
     [
         "training: {parallel: fsdp}",
         "evaluation: {select: best}",
-        "data: {dataset: fineweb}",
     ],
 )
 def test_what_is_not_built_is_refused_not_ignored(tmp_path: Path, text: str) -> None:

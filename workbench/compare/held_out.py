@@ -52,7 +52,7 @@ def held_out_section(records: Mapping[str, RunRecord]) -> str:
     for label, record in records.items():
         for name, facts in record.effective.evaluation.items():
             logged = logged_name(name, facts.status)
-            found = facts.overlap
+            found = facts.measured
             if not isinstance(found, dict):
                 why = found.not_applicable if found is not None else "not recorded"
                 rows.append([label, logged, str(facts.status or "-"), "-", "-", "-"])
@@ -64,7 +64,7 @@ def held_out_section(records: Mapping[str, RunRecord]) -> str:
             rows.append([label, logged, str(facts.status), share, over, copies])
             if isinstance(facts.overlap_rule, str):
                 notes[f"{facts.overlap_rule} ({found.get('method')})"] = None
-            if classes := histogram_words(facts.overlap):
+            if classes := histogram_words(facts.measured):
                 histograms.append(f"{label}, {logged}: {classes}")
     if not rows:
         return ""

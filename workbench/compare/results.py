@@ -303,7 +303,7 @@ def _what(name: str, record: RunRecord) -> str:
     if name == "train_split":
         return f"{count}fixed {units} of the training text: repeatable, not held out"
     if facts is not None and facts.status == "contaminated":
-        return f"{count}{units}, not held out: {overlap_words(facts.overlap, facts.documents)}"
+        return f"{count}{units}, not held out: {overlap_words(facts.measured, facts.documents)}"
     if not name.startswith("held_out"):
         return f"{count}{units} that are not shown to be disjoint from training"
     if record.effective.data.split == "contiguous_tail":

@@ -53,7 +53,7 @@ def _sets(comparison: Comparison) -> list[str]:
     for label, side in zip(comparison.names, (comparison.a, comparison.b), strict=True):
         for name, facts in side.record.effective.evaluation.items():
             if facts.status not in (None, "train_split"):
-                words = set_words(name, facts.status, facts.overlap, facts.documents)
+                words = set_words(name, facts.status, facts.measured, facts.documents)
                 said.setdefault(words, []).append(label)
     lines = [
         line

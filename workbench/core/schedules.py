@@ -7,22 +7,42 @@ import math
 import struct
 from dataclasses import dataclass
 
-from workbench.core.data.batches import WindowStream
+from workbench.core.data.batches import TrainStream
 from workbench.errors import UserError
 from workbench.spec.profiles import RAMPS
 from workbench.spec.run import RunSpec
 
 
-def last_step(spec: RunSpec, stream: WindowStream) -> int:
-    """The step after which the run ends, its plan or before it (`training.stop_at_step`)."""
+def last_step(spec: RunSpec, stream: TrainStream) -> int | None:
+    """The step after which the run ends: its plan, or before it (`training.stop_at_step`).
+
+    None: where the stream ends, or before it; see `is_last`.
+    """
     planned = planned_steps(spec, stream)
+    if planned is None:
+        return None
     return min(planned, spec.training.stop_at_step or planned)
 
 
-def planned_steps(spec: RunSpec, stream: WindowStream) -> int:
-    """The step at which schedules end: as planned, or where one pass over the data does."""
+def is_last(spec: RunSpec, stream: TrainStream, step: int, last: int | None) -> bool:
+    """Whether the run ends after this step; `last` is its `last_step`. A stream is asked whether
+    it holds one more update."""
+    if last is not None:
+        return step >= last
+    if spec.training.stop_at_step and step >= spec.training.stop_at_step:
+        return True
+    return not stream.has_next(spec.sequences_per_update)
+
+
+def planned_steps(spec: RunSpec, stream: TrainStream) -> int | None:
+    """The step at which schedules end: as planned, or where one pass over the data does.
+
+    None: a stream whose length is only known when it has been read.
+    """
     if spec.training.steps:
         return spec.training.steps
+    if stream.is_open_ended:
+        return None
     assert stream.windows_per_epoch is not None
     steps = stream.windows_per_epoch // spec.sequences_per_update
     if not steps:
@@ -36,13 +56,14 @@ def planned_steps(spec: RunSpec, stream: WindowStream) -> int:
     return steps
 
 
-def is_evaluated(spec: RunSpec, step: int, last: int) -> bool:
-    """Whether the run is evaluated after this step; `last` is the step at which it ends."""
+def is_evaluated(spec: RunSpec, step: int, last: int | None) -> bool:
+    """Whether the run is evaluated after this step; `last` is the step at which it ends (None: not
+    known yet)."""
     every = spec.evaluation.eval_steps
     return step in (0, last) or (every > 0 and step % every == 0)
 
 
-def is_logged(spec: RunSpec, step: int, last: int) -> bool:
+def is_logged(spec: RunSpec, step: int, last: int | None) -> bool:
     """Whether this step leaves a row of metrics."""
     return step == 1 or step % spec.telemetry.log_steps == 0 or is_evaluated(spec, step, last)
 

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.core.data.batches import TokenDigest, WindowStream
+from workbench.core.data.batches import TokenDigest, TrainStream
 from workbench.core.losses import LossSettings, LossSums, linear_cross_entropy
 from workbench.core.model import TrainingForward, Transformer, training_forward
 from workbench.core.optim import rates, set_learning_rates
 from workbench.core.precision import Precision
 from workbench.core.schedules import (
     RateTrace,
+    is_last,
     is_logged,
     last_step,
     learning_rate,
@@ -50,7 +51,7 @@ class StepResult:
     + z_loss + the contributions of `balance` and `diversity` (None: not part of it). `grad_norm` is
     the global L2 norm before clipping. `rates` are the learning rates of the parameter groups.
     `experts` is the expert telemetry, where it was due. `seconds` covers the update alone: data,
-    forward, backward, optimizer; not evaluation, saving or logging.
+    forward, backward, optimizer; not evaluation, saving or logging. `is_last`: the run ends here.
     """
 
     step: int
@@ -66,6 +67,7 @@ class StepResult:
     grad_norm: float
     experts: ExpertReport | None
     seconds: float
+    is_last: bool = False
 
 
 @dataclass
@@ -74,7 +76,7 @@ class TrainState:
 
     model: Transformer
     optimizers: list[torch.optim.Optimizer]
-    stream: WindowStream
+    stream: TrainStream
     digest: TokenDigest
     trace: RateTrace
     watch: ExpertWatch
@@ -109,8 +111,9 @@ def train(
     model.observe(spec.telemetry.moe)
     counter = RouteCounter(model)
     steps = last_step(spec, state.stream)
+    ended = is_last(spec, state.stream, state.step, steps)
 
-    while state.step < steps:
+    while not ended:
         began = clock()
         step = state.step + 1
         set_learning_rates(optimizers, spec, step)
@@ -155,7 +158,8 @@ def train(
 
         routes = counter.count(windows[:, :-1], extras)
         experts = None
-        if spec.telemetry.moe and is_logged(spec, step, steps):
+        ended = is_last(spec, state.stream, step, steps)
+        if spec.telemetry.moe and is_logged(spec, step, step if ended else None):
             experts = report(model, routes, extras, scored)
         norm = clip_gradients(model, training.max_grad_norm)
         if not (math.isfinite(total) and math.isfinite(norm)):
@@ -187,6 +191,7 @@ def train(
             grad_norm=norm,
             experts=experts,
             seconds=clock() - began,
+            is_last=ended,
         )
 
 

@@ -291,6 +291,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("effective.evaluation.*.status", _judged("evaluation", "evaluation.sets")),
     ("effective.evaluation.*.overlap_rule", _judged("evaluation", "evaluation.sets")),
     ("effective.evaluation.*.overlap", FREE),
+    ("effective.evaluation.*.passed", FREE),
     # Never follows the data, studied or not: on other documents it is another measurement.
     ("effective.evaluation.*.sha256", _judged("evaluation", "evaluation.sets")),
     ("effective.evaluation.*", _judged("evaluation", _SET_TEXT, "evaluation.sets")),

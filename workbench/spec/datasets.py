@@ -51,6 +51,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 _HUB = {"stream_name": "HuggingFaceFW/fineweb-edu", "stream_config": "sample-10BT"}
 
+_REVISION = "the full hash of a commit of the data set, 40 hexadecimal digits"
+
 
 def set_name(name: str) -> str:
     """The name that the numbers of a further evaluation set are logged under.
@@ -123,9 +125,6 @@ def data_faults(spec: RunSpec) -> list[Fault]:
 
 def _unbuilt_faults(data: DataSpec) -> Iterator[Fault]:
     """What the spec has names for and no run can have yet: refused, never ignored."""
-    if data.dataset == "fineweb":
-        allowed = "sample | text | tokens | random"
-        yield Fault("data.dataset", "is not built yet", data.dataset, allowed)
     if data.held_out and data.dataset == "tokens":
         names = [one.name for one in data.held_out]
         message = "text beside token shards is not built yet"
@@ -172,7 +171,10 @@ def _path_faults(data: DataSpec) -> Iterator[Fault]:
                 yield Fault(f"data.{key}", message, value, UNSET)
     elif data.stream_revision is None:
         message = "a stream from the hub is pinned, since what it brings may change"
-        yield Fault("data.stream_revision", message, None, "the hash of a commit of the data set")
+        yield Fault("data.stream_revision", message, None, _REVISION)
+    elif not re.fullmatch(r"[0-9a-f]{40}", data.stream_revision):
+        message = "is no full hash of a commit: branches and tags move"
+        yield Fault("data.stream_revision", message, data.stream_revision, _REVISION)
 
 
 def _tokenizer_faults(spec: RunSpec) -> Iterator[Fault]:

@@ -69,6 +69,13 @@ def overlap_words(overlap: object, documents: int | None) -> str:
     """What a record says was measured of a set of so many documents, in a few words."""
     if not isinstance(overlap, Mapping):
         return str(getattr(overlap, "not_applicable", "not recorded"))
+    if "outcome" in overlap:  # of a stream
+        consumed = f"the {overlap.get('checked_documents')} documents consumed"
+        return (
+            f"{overlap['outcome']} by what passed: {overlap.get('overlapping_documents')} of"
+            f" {documents} documents overlap {consumed}, in which {percent(overlap.get('share'))}"
+            " of all n-grams stand"
+        )
     return (
         f"{overlap.get('overlapping_documents')} of {documents} documents overlap the training"
         f" text, in which {percent(overlap.get('share'))} of all n-grams stand"

@@ -57,6 +57,8 @@ class DataFacts(_Part):
     train_tokens: int | NotApplicable | None = None
     train_bytes: int | NotApplicable | None = None
     split: str | NotApplicable | None = None
+    # What pins the content and order of a stream; of data that are hashed whole there is no need.
+    order_proof: str | NotApplicable | None = None
     counts: dict[str, int] | None = None
 
 
@@ -133,6 +135,13 @@ class SetFacts(_Part):
         None
     )
     overlap_rule: str | NotApplicable | None = None
+    # Of a set whose status is unproven because a stream trains: what of it has passed so far.
+    passed: dict[str, Any] | None = None
+
+    @property
+    def measured(self) -> NotApplicable | dict[str, Any] | None:
+        """What there is to say of its overlap with the training text."""
+        return self.passed or self.overlap
 
 
 class IntervalFacts(_Part):
@@ -263,7 +272,7 @@ class RunRecord(_Part):
     # One row for each trainable tensor: its shape, kind, optimizer, scale of the rate, decay.
     parameter_table: list[dict[str, Any]] = []
     tokens_per_step: int
-    total_tokens: int
+    total_tokens: int | None  # None: to the end of a stream that was not reached yet
     backend: dict[str, Any] = {}
     model_config_: dict[str, Any] = {}
     mlflow: dict[str, str] = {}

@@ -237,11 +237,6 @@ def test_random_needs_no_corpus(make_spec: MakeSpec, tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-def test_data_that_are_not_built_yet_are_refused(make_spec: MakeSpec, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.dataset: is not built yet \(got 'fineweb'\)"):
-        load_data(make_spec("fineweb"), tmp_path, seed=1)
-
-
 def test_nothing_is_written_outside_the_cache(
     make_spec: MakeSpec, text_file: Path, tmp_path: Path, small: Tokenizer
 ) -> None:

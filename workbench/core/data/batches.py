@@ -11,7 +11,7 @@ Shapes: N sequences, S sequence length. A window has S + 1 ids: inputs [:-1], ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -164,8 +164,48 @@ class RandomWindows:
         return ids
 
 
+class TrainStream(Protocol):
+    """What a run reads its updates from."""
+
+    is_open_ended: bool  # there is an end, known only when it is reached
+    sequence: int  # the next one of the global order
+
+    @property
+    def seq_len(self) -> int:
+        """Inputs per sequence."""
+
+    @property
+    def windows_per_epoch(self) -> int | None:
+        """Sequences per epoch; None: there is no end, or it is not known."""
+
+    def has_next(self, count: int) -> bool:
+        """Whether there are `count` more windows."""
+
+    def next_batch(self, count: int) -> Windows:
+        """The next `count` windows [count, S + 1]; the stream moves on."""
+
+    def found(self) -> StreamFacts | None:
+        """What only reading shows, so far; None: all is known before training."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, as JSON can hold it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+
+
+@dataclass(frozen=True)
+class StreamFacts:
+    """What a stream has shown: counts, and by evaluation set the overlap with what was consumed."""
+
+    counts: dict[str, int]
+    passed: dict[str, dict[str, Any]]
+
+
 class WindowStream:
     """Reads a source in order and knows where it stands."""
+
+    is_open_ended = False
 
     def __init__(self, source: WindowSource) -> None:
         self.source = source
@@ -185,6 +225,14 @@ class WindowStream:
     def epoch(self) -> float:
         """How often the text has been read so far; 0 where the source has no end."""
         return self.sequence / self.windows_per_epoch if self.windows_per_epoch else 0.0
+
+    def has_next(self, count: int) -> bool:
+        """Always: after the last window comes the first."""
+        return True
+
+    def found(self) -> None:
+        """All is known before training."""
+        return
 
     def sequences(self, numbers: Sequence[int]) -> Windows:
         """The windows of these sequence numbers [N, S + 1], without moving on."""
@@ -209,13 +257,21 @@ class WindowStream:
         Raises:
             DataError: the state belongs to another order or other data; names the differences.
         """
-        then, now = state["identity"], self.source.identity
-        names = sorted(then.keys() | now.keys())
-        changed = [n for n in names if then.get(n) != now.get(n)]
-        if changed:
-            listed = "; ".join(f"{n}: then {then.get(n)!r}, now {now.get(n)!r}" for n in changed)
-            raise DataError.at("data cursor", f"was saved for other data: {listed}")
+        require_same_data(state["identity"], self.source.identity)
         self.sequence = int(state["sequence"])
+
+
+def require_same_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Nothing, where a cursor's identity is that of the data.
+
+    Raises:
+        DataError: names the differences.
+    """
+    names = sorted(then.keys() | now.keys())
+    changed = [n for n in names if then.get(n) != now.get(n)]
+    if changed:
+        listed = "; ".join(f"{n}: then {then.get(n)!r}, now {now.get(n)!r}" for n in changed)
+        raise DataError.at("data cursor", f"was saved for other data: {listed}")
 
 
 class TokenDigest:

@@ -65,7 +65,7 @@ def sample_corpus() -> Corpus:
     if found is None or found.origin is None:
         problem = f"the package {SAMPLE_PACKAGE} is not installed: {SAMPLE_REMEDY}"
         raise DataError.at("data.dataset", problem, "sample")
-    key = _key(b"sample: chapters, stripped", [_hash_file(Path(found.origin)).sha256])
+    key = _key(b"sample: chapters, stripped", [hash_file(Path(found.origin)).sha256])
     source = f"World English Bible, {SAMPLE_PACKAGE} {version}"
     return Corpus(source, key, 1, 0, _read_sample)
 
@@ -120,13 +120,13 @@ def text_corpus(
     chosen: TextUnit = unit
     if unit == "auto":
         chosen = "file" if len(paths) > 1 else "blank_line"
-    stamps = [_hash_file(path) for path in paths]
+    stamps = [hash_file(path) for path in paths]
     kinds = [f"{path.suffix.lower()} {chosen} {text_field}".encode() for path in paths]
 
     def read() -> Iterator[str]:
         for path, stamp in zip(paths, stamps, strict=True):
             yield from _read_file(path, text_field, chosen)
-            if _stat(path) != (stamp.size, stamp.mtime_ns):
+            if stat_of(path) != (stamp.size, stamp.mtime_ns):
                 raise DataError.at(str(path), "the file changed while it was read")
 
     counts = [(suffix, sum(p.suffix.lower() == suffix for p in paths)) for suffix in SUFFIXES]
@@ -146,7 +146,7 @@ def _find_files(text_file: str | None, place: str) -> tuple[list[Path], int]:
             raise DataError.at(place, "a kind of file that is not read", text_file, ALLOWED)
         return [named], 0
     if named.is_dir():
-        found = [(path.relative_to(named).as_posix(), path) for path in _walk(named)]
+        found = [(path.relative_to(named).as_posix(), path) for path in walk(named)]
     elif glob.has_magic(str(named)):
         matches = [Path(match) for match in glob.glob(str(named), recursive=True)]  # noqa: PTH207
         found = [(path.as_posix(), path) for path in matches if not path.is_dir()]
@@ -165,7 +165,7 @@ def _find_files(text_file: str | None, place: str) -> tuple[list[Path], int]:
     return paths, len(found) - len(paths)
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def walk(root: Path) -> Iterator[Path]:
     """Files below `root`, through links too, each real folder once; without hidden names."""
 
     def unreadable(error: OSError) -> None:
@@ -184,13 +184,20 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class _Stamp:
+class Stamp:
+    """A file's content, and what tells cheaply that it is still the same: size and time."""
+
     sha256: str
     size: int
     mtime_ns: int
 
 
-def _hash_file(path: Path) -> _Stamp:
+def hash_file(path: Path) -> Stamp:
+    """The stamp of a file.
+
+    Raises:
+        DataError: it is no regular file, or cannot be read.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe could wait for ever
             raise DataError.at(str(path), "is not a regular file")
@@ -199,10 +206,11 @@ def _hash_file(path: Path) -> _Stamp:
             status = os.fstat(file.fileno())
     except OSError as error:
         raise DataError.at(str(path), f"cannot be read: {error.strerror}") from error
-    return _Stamp(digest, status.st_size, status.st_mtime_ns)
+    return Stamp(digest, status.st_size, status.st_mtime_ns)
 
 
-def _stat(path: Path) -> tuple[int, int] | None:
+def stat_of(path: Path) -> tuple[int, int] | None:
+    """Size in bytes and modification time in nanoseconds; None where there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -294,8 +302,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
         if not isinstance(row, dict):
             raise DataError.at(place, "each line is a JSON object", type(row).__name__)
         if field not in row:
-            raise _missing(place, "field", field, list(row))
-        yield _checked_text(row[field], place, field)
+            raise missing_field(place, "field", field, list(row))
+        yield checked_text(row[field], place, field)
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
@@ -306,7 +314,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names:
-                raise _missing(str(path), "column", field, names)
+                raise missing_field(str(path), "column", field, names)
             row = 0
             for batch in file.iter_batches(columns=[field], batch_size=ROWS_PER_BATCH):
                 for value in batch.column(0):
@@ -317,17 +325,23 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                     except UnicodeDecodeError as error:
                         problem = f"not UTF-8 (byte {error.start} of the row)"
                         raise DataError.at(place, problem, None, "UTF-8 text") from error
-                    yield _checked_text(text, place, field)
+                    yield checked_text(text, place, field)
     except pa.ArrowException as error:
         raise DataError.at(str(path), f"not a readable parquet file: {error}") from error
 
 
-def _missing(place: str, kind: str, field: str, known: list[str]) -> DataError:
+def missing_field(place: str, kind: str, field: str, known: list[str]) -> DataError:
+    """The error of a field or column that is not there, with those that are."""
     problem = f"{kind} {field!r} is missing.{did_you_mean(field, known)}"
     return DataError.at(place, problem, allowed=f"data.text_field: one of {', '.join(known[:20])}")
 
 
-def _checked_text(value: object, place: str, field: str) -> str:
+def checked_text(value: object, place: str, field: str) -> str:
+    """`value` as text that UTF-8 can hold.
+
+    Raises:
+        DataError: it is null, no text, or holds half a surrogate pair.
+    """
     if not isinstance(value, str):
         shown = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
         raise DataError.at(place, f"{field!r} is not text", shown, "a string")

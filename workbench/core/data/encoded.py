@@ -151,7 +151,7 @@ def _build(
                 offsets.append(offsets[-1] + len(run))
                 byte_counts.append(len(raw))
                 content.append(hashlib.sha256(raw).digest())
-                split.append(hashlib.sha256(normalised(text).encode("utf-8")).digest())
+                split.append(split_hash(text))
         file.flush()
         os.fsync(file.fileno())
     if not byte_counts:
@@ -233,6 +233,11 @@ def normalised(text: str) -> str:
     while b"  " in plain:
         plain = plain.replace(b"  ", b" ")
     return plain.decode("ascii")
+
+
+def split_hash(text: str) -> bytes:
+    """The SHA-256 that decides which side of the split a document stands on."""
+    return hashlib.sha256(normalised(text).encode("utf-8")).digest()
 
 
 def batches(texts: Iterator[str], most: int = BATCH_CHARACTERS) -> Iterator[tuple[list[str], int]]:

@@ -17,7 +17,7 @@ from workbench.core.data.overlap import (
     outcome,
     overlapping,
 )
-from workbench.spec.held_out import logged_name
+from workbench.spec.held_out import logged_name, overlap_rule
 
 if TYPE_CHECKING:
     from workbench.spec.run import DataSpec
@@ -56,6 +56,13 @@ def unproven(one: EvaluationSet, reason: str) -> JudgedSet:
     why = {"not_applicable": reason}
     facts = {"status": "unproven", "overlap": why, "overlap_rule": why}
     return JudgedSet(replace(one, name=logged_name(one.name, "unproven")), facts)
+
+
+def passing(one: EvaluationSet, settings: Settings) -> JudgedSet:
+    """A set that is checked against a stream while it passes: unproven until it has passed."""
+    found = unproven(one, "the stream is checked as it passes")
+    rule = overlap_rule(settings.ngram, settings.document_share, settings.limit)
+    return JudgedSet(found.documents, {**found.facts, "overlap_rule": rule})
 
 
 def judge(

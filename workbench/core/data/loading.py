@@ -6,19 +6,21 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.core.data.batches import RandomWindows, TokenWindows, WindowStream
+from workbench.core.data.batches import RandomWindows, TokenWindows, TrainStream, WindowStream
 from workbench.core.data.corpus import Corpus, sample_corpus, text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import EvaluationSet, facts_of, from_spans
-from workbench.core.data.judged import JudgedSet, judge, of_training, settings_of, unproven
+from workbench.core.data.judged import JudgedSet, judge, of_training, passing, settings_of, unproven
 from workbench.core.data.overlap import Passages
 from workbench.core.data.passages import passages_of_documents
+from workbench.core.data.passing import Watched
 from workbench.core.data.shard_tokenizer import (
     Vocabulary,
     tokenizer_of_shard,
@@ -47,7 +49,7 @@ class Data:
     tokenizer: Tokenizer | Vocabulary
     evaluation_sets: dict[str, EvaluationSet]
     facts: dict[str, Any]
-    train_stream: Callable[[], WindowStream]  # a fresh stream, at its start
+    train_stream: Callable[[], TrainStream]  # a fresh stream, at its start
     train_passages: Passages | None = None
 
 
@@ -74,9 +76,8 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
             return _from_corpus(spec, corpus, tokenizer, store, seed)
         case "random":
             return _random(spec, tokenizer, seed)
-        case other:
-            allowed = "sample, text, tokens, random"
-            raise DataError.at("data.dataset", "is not built yet", other, allowed)
+        case "fineweb":
+            return _from_stream(spec, tokenizer, store)
 
 
 def tokenizer_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> Tokenizer:
@@ -173,6 +174,40 @@ def _some(spans: Spans, spec: RunSpec) -> Spans:
     return spans.first(spec.evaluation.eval_documents) if spec.evaluation.eval_documents else spans
 
 
+def _from_stream(spec: RunSpec, tokenizer: Tokenizer, store: Path) -> Data:
+    """Nobody knows before a stream has passed what of it trains: its sets are unproven."""
+    from workbench.core.data.stream_data import load_stream  # with pyarrow: only where it is needed
+
+    further: dict[str, Watched] = {}
+    for name in spec.evaluation.sets:
+        if name not in ("train_split", "held_out"):
+            tokens, spans, passages = _from_files(spec, name, tokenizer, store / "cache")
+            one = from_spans(name, tokens, _some(spans, spec), tokenizer.eod_id)
+            assert passages.read is not None, "files of text"
+            further[name] = Watched(one, list(islice(passages.read(), len(one.documents))))
+    found = load_stream(spec, tokenizer, store, further)
+    sets = {
+        name: of_training(one) if name == "train_split" else passing(one, settings_of(spec.data))
+        for name, one in found.sets.items()
+    }
+    return _data(tokenizer, found.facts, sets, spec, found.train_stream)
+
+
+def known_facts(spec: RunSpec, store: Path) -> dict[str, Any] | None:
+    """What is known of a stream without reading it, as `Data.facts`; None: nothing is a stream.
+
+    Raises:
+        DataError: the tokenizer cannot be had, or the folder holds nothing to read.
+        StoreError: the store cannot be written.
+    """
+    if spec.data.dataset != "fineweb":
+        return None
+    from workbench.core.data.stream_data import foreseen_facts
+
+    tokenizer = tokenizer_of(spec, store / "cache/tiktoken")
+    return {**_of_tokenizer(tokenizer), "data": foreseen_facts(spec.data, store), "evaluation": {}}
+
+
 def _counts(corpus: Corpus, split: Split, windows: TokenWindows) -> dict[str, int]:
     counts = {"files": corpus.files, "skipped_files": corpus.skipped_files, **split.counts}
     if windows.windows_per_epoch is not None:
@@ -222,17 +257,13 @@ def _data(
     data: dict[str, Any],
     sets: dict[str, JudgedSet],
     spec: RunSpec,
-    train_stream: Callable[[], WindowStream],
+    train_stream: Callable[[], TrainStream],
     no_bytes: dict[str, str] = NO_TEXT,
 ) -> Data:
     """The data with their facts: those of a set stand under the name it was asked for by."""
     seq_len, stride = spec.training.seq_len, spec.evaluation.stride
     facts = {
-        "tokenizer": {
-            "name": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "sha256": tokenizer.content_sha256,
-        },
+        **_of_tokenizer(tokenizer),
         "data": data,
         "evaluation": {
             name: facts_of(one.documents, seq_len, stride, no_bytes) | one.facts
@@ -241,3 +272,13 @@ def _data(
     }
     by_logged_name = {one.documents.name: one.documents for one in sets.values()}
     return Data(tokenizer, by_logged_name, facts, train_stream)
+
+
+def _of_tokenizer(tokenizer: Tokenizer | Vocabulary) -> dict[str, Any]:
+    return {
+        "tokenizer": {
+            "name": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "sha256": tokenizer.content_sha256,
+        }
+    }

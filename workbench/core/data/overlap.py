@@ -20,10 +20,12 @@ Shapes: M evaluation documents, K different n-grams looked up, E n-grams looked 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -129,7 +131,7 @@ class Overlap:
 
 def measure(evaluation: Passages, training: Passages, n: int) -> Overlap:
     """The overlap of every evaluation document with the training side."""
-    index = _Index(evaluation.documents(), n)
+    index = NgramIndex(evaluation.documents(), n)
     with ThreadPoolExecutor(cores()) as pool:  # numpy works outside the interpreter lock
         pending: deque[Future[None]] = deque()
         for units in training.stream(n - 1):
@@ -225,7 +227,7 @@ def histogram(found: Overlap) -> list[int]:
     return [int(count) for count in np.bincount(classes, minlength=len(HISTOGRAM))]
 
 
-class _Index:
+class NgramIndex:
     """The n-grams of the evaluation side, and which of them the training side has brought."""
 
     def __init__(self, documents: Iterable[Ragged], n: int) -> None:
@@ -257,6 +259,21 @@ class _Index:
         """N-grams of each document that were seen [M]."""
         seen = self._owners[self._seen[self._which]]
         return np.bincount(seen, minlength=self.count).astype(np.int64)
+
+    def state(self) -> str:
+        """What was seen, as text: one bit for each n-gram, compressed."""
+        return base64.b64encode(zlib.compress(np.packbits(self._seen).tobytes())).decode("ascii")
+
+    def load_state(self, state: str) -> None:
+        """Goes on from what another index of the same documents had seen.
+
+        Raises:
+            ValueError: it was not of the same documents.
+        """
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(state)), np.uint8)
+        if len(bits) != -(-len(self._keys) // 8):
+            raise ValueError("the n-grams seen are those of another set")
+        self._seen = np.unpackbits(bits, count=len(self._keys)).astype(bool)
 
     def _collect(self, documents: Iterable[Ragged]) -> tuple[UInt64, Int64, Int64]:
         """The n-grams to look up [E], the document of each [E], and the units of each [M]."""

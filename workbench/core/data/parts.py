@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from workbench.core.data import atomic
-from workbench.core.data.encoded import checked_ids, normalised
+from workbench.core.data.encoded import checked_ids, split_hash
 from workbench.core.data.near_duplicates import Sample, sample_of
 from workbench.core.data.ngrams import BATCH_CHARACTERS, Ragged, ngrams, word_hashes
 from workbench.core.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
@@ -97,7 +97,7 @@ def build_part(task: Task) -> int:
         raw = text.encode("utf-8")
         byte_counts.append(len(raw))
         content.append(hashlib.sha256(raw).digest())
-        split.append(hashlib.sha256(normalised(text).encode("utf-8")).digest())
+        split.append(split_hash(text))
     joined = checked_ids(np.concatenate(ids), tokenizer.vocab_size)
     units, sample = _words(texts, task.words, task.halvings)
     arrays: dict[str, Any] = {

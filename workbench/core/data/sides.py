@@ -130,6 +130,12 @@ class _Groups:
         return chosen[self.numbers], rule
 
 
+def is_held_out(split_sha256: bytes, ratio: float) -> bool:
+    """The side of a document by the hash of its own normalised text alone: that of `choose_sides`
+    where it is like no other."""
+    return int.from_bytes(split_sha256[:8], "big") < int(ratio * 2.0**64)
+
+
 def in_hash_order(hashes: Hashes, chosen: Int64) -> Int64:
     """`chosen` sorted by hash, the first of those with the same hash."""
     return chosen[first_of_each(hashes[chosen])]
