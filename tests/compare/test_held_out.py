@@ -60,18 +60,22 @@ def rename(run: Path, status: str) -> None:
             table["set"] = [one.replace("held_out", status) for one in table["set"]]
 
 
-def contaminate(run: Path) -> Path:
+def contaminate(run: Path, first: int = 0) -> Path:
     """Three documents of the held-out set stand in the training text, and it all says so."""
+    over = range(first, first + 3)
     change_facts(run, lambda facts: facts.update(status="contaminated"))
     change_facts(run, lambda facts: facts["overlap"].update(CONTAMINATED))
+    tokens = int(sum(LENGTHS[i] for i in over))
+    change_facts(run, lambda facts: facts["overlap"].update(overlapping_tokens=tokens))
     rename(run, "contaminated")
     means = {}
     for file in (run / "evaluations").glob("*.parquet"):
         with changed_table(file) as table:
             rows = [i for i, one in enumerate(table["set"]) if one == "contaminated"]
-            for i in rows[:3]:
-                table["clean"][i] = False
-            sums = [sum(table[key][i] for i in rows[3:]) for key in ("nll_sum", "tokens")]
+            clean = [i for place, i in enumerate(rows) if place not in over]
+            for i in rows:
+                table["clean"][i] = i in clean
+            sums = [sum(table[key][i] for i in clean) for key in ("nll_sum", "tokens")]
         means[int(file.stem.partition("_")[2])] = sums[0] / sums[1]
 
     def change(rows: list[dict[str, str]]) -> None:
@@ -145,6 +149,17 @@ def test_contaminated_numbers_are_refused_as_held_out(pair: tuple[Path, Path]) -
     clean = numbers["contaminated/clean_nll"]
     assert clean["a"] is not None
     assert clean["a"] != numbers["contaminated/nll"]["a"]
+
+
+def test_the_clean_documents_of_two_runs_are_compared_where_they_are_the_same(
+    pair: tuple[Path, Path],
+) -> None:
+    contaminate(pair[0])
+    contaminate(pair[1], first=1)
+    numbers = compare_runs(*pair, allow={"evaluation": "a look"}).to_json()["results"]
+    assert numbers["contaminated/nll"]["difference"] is not None
+    clean = numbers["contaminated/clean_nll"]
+    assert [clean[key] for key in ("a", "b", "difference")] == [None] * 3
 
 
 def test_a_set_that_is_clean_for_one_run_alone_is_no_common_measure(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from workbench.core.data import ngrams, overlap
+from workbench.core.data import passages as passages_module
 from workbench.core.data.overlap import (
     Overlap,
     Passages,
@@ -21,6 +22,8 @@ from workbench.core.data.overlap import (
     outcome,
     overlapping,
 )
+from workbench.core.data.passages import passages_of_shard
+from workbench.core.data.shard_files import StoredIds, TokenFile
 from workbench.spec.held_out import measured_status
 
 
@@ -99,6 +102,16 @@ def test_long_training_texts_are_read_in_parts(
     assert of_ids.found.tolist() == [18] * len(some)
 
 
+def test_a_shard_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passages_module, "READ_AT_ONCE", 300)
+    (tmp_path / "ids.bin").write_bytes(np.arange(1_000, dtype="<u2").tobytes())
+    ids = StoredIds(TokenFile(tmp_path / "ids.bin", np.dtype("<u2"), 0, 1_000))
+    training = passages_of_shard(ids, np.array([[0, 1_000]]), None, "t", in_parts=True)
+    some = [list(range(i, i + 30)) for i in range(0, 970, 30)]
+    found = measure(id_passages(*some), training, 13)
+    assert found.found.tolist() == found.ngrams.tolist() == [18] * len(some)
+
+
 def test_short_documents() -> None:
     """From 8 words on inside any text; shorter ones only as whole documents; without words only
     as copies."""
@@ -171,6 +184,20 @@ def test_a_sample_estimates_within_its_stated_error(
     error = (0.25 / (20_000 * found.rate)) ** 0.5
     assert abs(found.shares[0] - 0.5) < 4 * error
     assert outcome(found, np.array([1]), Settings())[1]["method"].startswith("a sample: 1 in 8")
+
+
+def test_the_sample_is_the_same_however_documents_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one batch or in many, the rate is found only when the last of them is there."""
+    monkeypatch.setattr(overlap, "MOST_KEYS", 500)
+    evaluation = words(60, length=120)
+    training = [" ".join(one.split()[:60]) for one in evaluation]
+    at_once = measure(passages(*evaluation), passages(*training), 13)
+    monkeypatch.setattr(overlap, "BATCH_CHARACTERS", 2_000)
+    in_turn = measure(passages(*evaluation), passages(*training), 13)
+    assert at_once.rate == in_turn.rate == 1 / 16
+    assert at_once.ngrams.tolist() == in_turn.ngrams.tolist()
+    assert at_once.found.tolist() == in_turn.found.tolist()
+    assert 0 < at_once.ngrams.sum() < 500
 
 
 def test_what_was_measured_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
