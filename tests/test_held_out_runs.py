@@ -140,6 +140,8 @@ def test_a_page_and_a_list_show_it(world: World, mixed: RunOutcome) -> None:
     page = " ".join(views.run_page(mixed.record, "FINISHED", mixed.folder).split())
     assert "contaminated.mixed contaminated: 3 of 31 documents overlap the training text" in page
     assert "100 %: 1" in page
+    table = views.run_table(views.run_rows(world.store))
+    assert any(line.startswith("mixed ") for line in table.splitlines())
 
 
 def test_the_held_out_set_is_the_training_text(world: World) -> None:
@@ -181,6 +183,10 @@ def test_random_ids_are_a_smoke_test(world: World) -> None:
     assert not [name for name in outcome.record.results.final if name.startswith("held_out")]
     said = views.closing_lines(outcome.record, outcome.folder, world.store, None, "wb")
     assert "none: random ids, a smoke test" in said
-    assert "unproven/nll" not in said
+    assert "nll" not in said
+    table = views.run_table(views.run_rows(world.store))
+    (row,) = [line for line in table.splitlines() if line.startswith("random ")]
+    assert "smoke test" in row
+    assert f"{outcome.record.results.final['train_split/nll']:.4f}" not in row
     page = views.run_page(outcome.record, "FINISHED", outcome.folder)
     assert "no number of this run is a result" in page

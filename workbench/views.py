@@ -39,6 +39,7 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "held_out/nll": final.get("held_out/nll"),
                 **{n: final[n] for n in ("contaminated/nll", "unproven/nll") if n in final},
                 "train_split/nll": final.get("train_split/nll"),
+                "smoke_test": is_smoke_test(record.spec),
             }
         )
     return rows
@@ -62,7 +63,7 @@ def run_table(rows: list[dict[str, Any]]) -> str:
                 str(row["seed"]),
                 f"{row['tokens']:,}",
                 _held_out(row),
-                _number(row["train_split/nll"]),
+                "" if row["smoke_test"] else _number(row["train_split/nll"]),
                 row["started"].replace("T", " ")[:16],
             ]
         )
@@ -144,16 +145,15 @@ def closing_lines(
     """How a run ended: where it is, what came of it, and the next two commands to try."""
     final = record.results.final
     numbers = "  ".join(
-        f"{name} {final[name]:.4f}"
-        for name in (*_HELD_OUT, "train_split/nll")
-        if name in final and not is_smoke_test(record.spec)
+        f"{name} {final[name]:.4f}" for name in (*_HELD_OUT, "train_split/nll") if name in final
     )
+    numbers = f"{numbers} (nats/token)" if numbers else "not evaluated"
     if is_smoke_test(record.spec):
         numbers = "none: random ids, a smoke test"
     lines = [
         f"{record.name}: {record.status.lower()}" + (f" ({record.error})" if record.error else ""),
         f"  files      {folder}",
-        f"  result     {numbers or 'not evaluated'}" + (" (nats/token)" if numbers else ""),
+        f"  result     {numbers}",
     ]
     if curve is not None:
         lines.insert(2, f"  curve      {curve}")
@@ -188,6 +188,8 @@ def _goes_with(entry: RunEntry, record: RunRecord) -> bool:
 
 def _held_out(row: dict[str, Any]) -> str:
     """The number of the main set; where it is not held out, with the name that it has instead."""
+    if row["smoke_test"]:
+        return "smoke test"
     for name in _HELD_OUT:
         if row.get(name) is not None:
             status = name.partition("/")[0]
