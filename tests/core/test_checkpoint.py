@@ -106,6 +106,27 @@ def test_only_the_newest_are_kept(state: TrainState, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_no_half_of_an_old_one_is_left_under_its_name(
+    state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process killed while it removes a checkpoint leaves what the next resume clears away."""
+    save_checkpoint(state, tmp_path, {}, keep=1)
+    remove = shutil.rmtree
+
+    def die(path: Path, **options: Any) -> None:
+        if (path / "manifest.json").exists():
+            (path / "manifest.json").unlink()
+            raise Died
+        remove(path, **options)
+
+    state.step = 3
+    monkeypatch.setattr(module.shutil, "rmtree", die)
+    with pytest.raises(Died):
+        save_checkpoint(state, tmp_path, {}, keep=1)
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["step_00000003"]
+    assert len(list(tmp_path.iterdir())) == 2, "the half that is left has a hidden name"
+
+
 def test_what_is_not_whole_does_not_exist(state: TrainState, tmp_path: Path) -> None:
     good = save_checkpoint(state, tmp_path, {}, keep=9)
     (tmp_path / "step_00000020").mkdir()

@@ -7,6 +7,7 @@ rename when everything in it has reached the disk: what has no valid manifest do
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,8 +56,17 @@ def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)  # an old one too many harms nobody
+        _remove(old)
     return final
+
+
+def _remove(checkpoint: Path) -> None:
+    """Takes the name first: a process killed meanwhile leaves no half of a checkpoint behind it,
+    only what the next resume clears away as it does half-written ones."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # an old one too many harms nobody
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def checkpoints(folder: Path) -> list[Path]:
