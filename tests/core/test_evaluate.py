@@ -279,17 +279,18 @@ def test_whoever_is_asked_between_batches_may_end_it(parts: Components) -> None:
 
 def test_scores_are_written_by_document(tmp_path: Path) -> None:
     with_text, without = score_of([2.0, 90.0], [1, 9], [3, 40]), score_of([5.0], [2])
+    with_text = replace(with_text, clean=np.array([True, False]))
     without = replace(without, name="train_split")
-    columns = ("set", "index", "document", "tokens", "bytes", "nll_sum")
+    columns = ("set", "index", "document", "tokens", "bytes", "nll_sum", "clean")
     path = tmp_path / "evaluations" / "step_00000000.parquet"
     write_scores([with_text, without], path)
     rows = pq.read_table(path).to_pylist()
     assert rows == [
         dict(zip(columns, row, strict=True))
         for row in [
-            ("held_out", 0, f"{0:064x}", 1, 3, 2.0),
-            ("held_out", 1, f"{1:064x}", 9, 40, 90.0),
-            ("train_split", 0, f"{0:064x}", 2, None, 5.0),
+            ("held_out", 0, f"{0:064x}", 1, 3, 2.0, True),
+            ("held_out", 1, f"{1:064x}", 9, 40, 90.0, False),
+            ("train_split", 0, f"{0:064x}", 2, None, 5.0, None),
         ]
     ]
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
