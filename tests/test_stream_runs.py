@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_hub import NAME, REVISION, Hub
 from parquet_streams import made_up, stream_spec, three_files, write_files
 from test_resume import Interrupter, same_but_for_the_past, start, tracker
 from tiny_runs import untracked_run
@@ -155,8 +161,45 @@ def test_a_stream_of_the_hub_is_pinned_to_a_commit(data: dict[str, str], said: s
 def test_without_the_package_the_hub_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     data = {"dataset": "fineweb", "stream_revision": "0" * 40}
     spec = RunSpec.model_validate({"name": "x", "tokenizer": {"name": "bytes"}, "data": data})
     with pytest.raises(UserError, match=r'pip install "workbench\[fineweb\]"'):
         untracked_run(spec, Store(tmp_path / "m"))
+
+
+@pytest.mark.slow
+def test_a_run_on_the_hub_reads_what_a_run_on_its_files_reads(tmp_path: Path) -> None:
+    """The real clients against a server that answers as the hub does and cuts every third answer;
+    in a process of its own, as they read the hub's address when they are imported."""
+    folder = three_files(tmp_path / "hub/small")[0]
+    local = untracked_run(spec_of(folder, **TO_THE_END), Store(tmp_path / "m")).record
+    hub = Hub(tmp_path / "hub", broken=3)
+    threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
+    document = spec_of(folder, "streamed", **TO_THE_END).model_dump(mode="json")
+    document["data"] |= {"stream_path": None, "stream_name": NAME, "stream_config": "small"}
+    document["data"]["stream_revision"] = REVISION
+    (tmp_path / "spec.yaml").write_text(json.dumps(document))
+    environment = dict(os.environ, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"))
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "workbench", "run", str(tmp_path / "spec.yaml"), *more]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert hub.cut >= 1
+    record = read_record(tmp_path / "mlruns/runs/streamed")
+    assert record.points[-1].order_digest == local.points[-1].order_digest
+    for name, facts in record.effective.evaluation.items():
+        assert facts == local.effective.evaluation[name]
+    assert str(record.effective.data.order_proof).startswith("pinned, not proven: by commit 0123")
+    wrong = run("name=other", "data.stream_config=large")
+    assert wrong.returncode == 2
+    assert (
+        "data.stream_config: BuilderConfig 'large' not found. Available: ['small']" in wrong.stderr
+    )
+    hub.shutdown()
+    hub.server_close()
