@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from workbench.compare.evidence import check_record
 from workbench.compare.pair import check_specs
 from workbench.core.data import stream_data
 from workbench.core.data.errors import DataError
+from workbench.core.data.stream_files import StreamFile, StreamSource, folder_source
 from workbench.errors import RefusedError, UserError
 from workbench.foresee import foresee
 from workbench.resume import ResumeRequest
@@ -67,6 +69,33 @@ def test_a_run_to_the_end_of_the_stream_goes_on_as_if_it_had_not_stopped(
     assert straight.record.effective.evaluation == resumed.record.effective.evaluation
     assert resumed.record.total_tokens == 13 * 32 * 32
     check_record(resumed.folder, read_record(resumed.folder))
+
+
+@pytest.mark.parametrize("steps", [0, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_signal_while_a_server_is_waited_for_saves_and_ends(
+    tmp_path: Path, tracker: Track, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    changes = TO_THE_END | {"training": {"steps": steps, "batch_size": 16}}
+    spec = spec_of(three_files(tmp_path / "s")[0], **changes)
+    straight = start(spec, Store(tmp_path / "straight"))
+
+    def lost() -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ConnectionResetError("gone")
+
+    def with_a_lost_file(*given: Any) -> StreamSource:
+        source = folder_source(*given)
+        first, second, third = source.files
+        return replace(source, files=(first, StreamFile(second.name, lost, remote=True), third))
+
+    store = Store(tmp_path / "resumed")
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_data, "folder_source", with_a_lost_file)
+        broken = start(spec, store)
+    assert (broken.record.status, broken.exit_code) == ("KILLED", 128 + signal.SIGTERM)
+    assert 5 < broken.record.results.tokens / spec.tokens_per_step < 15
+    resumed = start(spec, store, ResumeRequest())
+    same_but_for_the_past(straight.folder, resumed.folder)
 
 
 def test_what_a_run_on_a_stream_says_of_itself(tmp_path: Path, monkeypatch: Any) -> None:

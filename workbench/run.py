@@ -304,6 +304,7 @@ def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: Stop
     """The run itself: evaluate, then update, log, evaluate and save, to the last step."""
     spec = parts.spec
     saved = time.monotonic()
+    parts.state.stream.interrupt_by(stop.check)
 
     if recorder.owes_evaluation:
         recorder.evaluation(stop.check, reporter)

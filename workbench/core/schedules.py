@@ -24,14 +24,18 @@ def last_step(spec: RunSpec, stream: TrainStream) -> int | None:
     return min(planned, spec.training.stop_at_step or planned)
 
 
-def is_last(spec: RunSpec, stream: TrainStream, step: int, last: int | None) -> bool:
-    """Whether the run ends after this step; `last` is its `last_step`. A stream is asked whether
-    it holds one more update."""
+def is_last(
+    spec: RunSpec, stream: TrainStream, step: int, last: int | None, unread: int = 0
+) -> bool:
+    """Whether the run ends after this step; `last` is its `last_step`.
+
+    A stream is asked whether it holds one more update than the `unread` ones up to `step`.
+    """
     if last is not None:
         return step >= last
     if spec.training.stop_at_step and step >= spec.training.stop_at_step:
         return True
-    return not stream.has_next(spec.sequences_per_update)
+    return not stream.has_next((unread + 1) * spec.sequences_per_update)
 
 
 def planned_steps(spec: RunSpec, stream: TrainStream) -> int | None:

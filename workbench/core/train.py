@@ -119,6 +119,8 @@ def train(
         set_learning_rates(optimizers, spec, step)
         values = model_values(spec, step)
         model.set_values(values)
+        # Before anything is taken from it: a stream that cannot be read leaves the state whole.
+        ended = is_last(spec, state.stream, step, steps, unread=1)
         windows = state.stream.next_batch(spec.sequences_per_update)  # [N, S + 1]
         scored = windows.shape[0] * training.seq_len
         micro_batches = [
@@ -158,7 +160,6 @@ def train(
 
         routes = counter.count(windows[:, :-1], extras)
         experts = None
-        ended = is_last(spec, state.stream, step, steps)
         if spec.telemetry.moe and is_logged(spec, step, step if ended else None):
             experts = report(model, routes, extras, scored)
         norm = clip_gradients(model, training.max_grad_norm)

@@ -128,8 +128,9 @@ def expected(server: Server) -> list[str]:
     return three_files(server.folder)[1]
 
 
-@pytest.mark.parametrize("fault", ["drop", "reset", "503", "silence"])
-@pytest.mark.parametrize("after", [0, 1, 6])
+@pytest.mark.parametrize(
+    ("fault", "after"), [("drop", 1), ("drop", 6), ("reset", 0), ("503", 2), ("silence", 6)]
+)
 def test_a_broken_connection_brings_the_documents_of_an_unbroken_one(
     server: Server, fault: str, after: int
 ) -> None:

@@ -11,7 +11,7 @@ Shapes: N sequences, S sequence length. A window has S + 1 ids: inputs [:-1], ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -184,6 +184,9 @@ class TrainStream(Protocol):
     def next_batch(self, count: int) -> Windows:
         """The next `count` windows [count, S + 1]; the stream moves on."""
 
+    def interrupt_by(self, check: Callable[[], None]) -> None:
+        """`check` is called while a server is waited for, and may raise."""
+
     def found(self) -> StreamFacts | None:
         """What only reading shows, so far; None: all is known before training."""
 
@@ -229,6 +232,9 @@ class WindowStream:
     def has_next(self, count: int) -> bool:
         """Always: after the last window comes the first."""
         return True
+
+    def interrupt_by(self, check: Callable[[], None]) -> None:
+        """It never waits."""
 
     def found(self) -> None:
         """All is known before training."""

@@ -13,7 +13,7 @@ Shapes: N sequences, S sequence length.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -154,6 +154,10 @@ class DocumentStream:
         self.sequence += total
         self.passing.see(begun)
         return batch[self.rank :: self.ranks]
+
+    def interrupt_by(self, check: Callable[[], None]) -> None:
+        """`check` is called while a server is waited for, and may raise."""
+        self.documents.rows.patience.between = check
 
     def found(self) -> StreamFacts:
         """What was consumed so far, and the overlap of the watched sets with it."""
