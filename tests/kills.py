@@ -1,30 +1,39 @@
 """Kills `wb run` with SIGKILL at random instants and resumes it, until it has finished.
 
 What is left must be, byte for byte, what an unbroken run leaves. `python tests/kills.py N` makes N
-kills and prints one JSON document with what was found; it exits 1 where anything differs.
+kills and prints one JSON document with what was found; it exits 1 where anything differs. The runs
+are processes of their own, forked from this one, which has torch loaded and has computed nothing:
+so a kill costs no start of an interpreter. `--tracked` lets MLflow follow the run meanwhile.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import os
 import random
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Set before torch is loaded: another number of threads rounds otherwise, and forks badly.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from tiny_runs import sections
 
+from workbench import run as runner
+from workbench.cli import main as wb
+from workbench.track.events import NullTracker
 from workbench.track.journal import MEASURED_COLUMNS
 
-STEPS = 60
 # Where a run is when a file of this name appears or grows; a kill waits for one of them.
 MOMENTS = {
     "start": "run_config.json",
@@ -36,7 +45,7 @@ MOMENTS = {
 }
 SPEC: dict[str, Any] = {
     "model": {"learn_shared_routed_gates": True, "routed_gate_final": 1.0},
-    "training": {"steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2},
+    "training": {"batch_size": 2, "gradient_accumulation_steps": 2},
     "evaluation": {"eval_steps": 7},
     "telemetry": {"log_steps": 3, "moe": True},
     "checkpoint": {"save_steps": 4, "save_total_limit": 2},
@@ -53,33 +62,43 @@ class Outcome:
     differences: list[str] = field(default_factory=list)
 
 
-def write_spec(folder: Path, optimizer: str = "adamw") -> Path:
+def write_spec(folder: Path, optimizer: str, steps: int) -> Path:
     """The spec that is killed: every part of a run's state moves in it."""
     path = folder / "killed.yaml"
-    changes = {**SPEC, "optimizer": {"lr": 3e-3, "name": optimizer}}
+    training = {**SPEC["training"], "steps": steps}
+    changes = {**SPEC, "training": training, "optimizer": {"lr": 3e-3, "name": optimizer}}
     path.write_text(json.dumps({"name": "killed", "seed": 42, **sections(folder, **changes)}))
     return path
 
 
-def start(spec: Path, home: Path, *options: str) -> subprocess.Popen[bytes]:
-    """`wb run` in a process of its own, on one thread: other counts round otherwise."""
-    variables = {"WB_HOME": str(home), "OMP_NUM_THREADS": "1", "WB_MLFLOW_WAIT": "0"}
-    variables["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:9"  # nobody listens there
-    return subprocess.Popen(
-        [sys.executable, "-m", "workbench", "run", str(spec), *options],
-        env=os.environ | variables,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+def start(spec: Path, home: Path, *options: str, tracked: bool = False) -> ForkProcess:
+    """`wb run` in a process of its own, which says what it says to a file in `home`."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_run, args=(home, tracked, ["run", str(spec), *options])
     )
+    process.start()
+    return process
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
+def _run(home: Path, tracked: bool, arguments: list[str]) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    os.environ.update(WB_HOME=str(home), WB_MLFLOW_WAIT="400" if tracked else "0")
+    if not tracked:
+        runner.tracker_for = lambda spec, store: NullTracker()
+    said = os.open(home / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.argv = ["wb", *arguments]
+    wb()
+
+
+def finish(process: ForkProcess, home: Path) -> None:
     """Waits for a run that is to end by itself."""
-    said = process.communicate()[1].decode()
-    assert process.returncode == 0, said
+    process.join()
+    assert process.exitcode == 0, (home / "said.txt").read_text()
 
 
-def kill_at_random(spec: Path, home: Path, kills: int, seed: int) -> Outcome:
+def kill_at_random(spec: Path, home: Path, kills: int, seed: int, tracked: bool) -> Outcome:
     """Kills and resumes until `kills` have been made, then lets the run finish."""
     draw, outcome = random.Random(seed), Outcome()
     folder = home / "runs" / "killed"
@@ -87,7 +106,7 @@ def kill_at_random(spec: Path, home: Path, kills: int, seed: int) -> Outcome:
     while sum(outcome.kills.values()) < kills:
         if finished(folder):  # too few steps for so many kills: once more from the start
             rewind_to_start(folder)
-        process = start(spec, home, "--resume")
+        process = start(spec, home, "--resume", tracked=tracked)
         moment = draw.choice(list(MOMENTS))
         try:
             if wait_for_change(folder, MOMENTS[moment], process, draw):
@@ -95,8 +114,8 @@ def kill_at_random(spec: Path, home: Path, kills: int, seed: int) -> Outcome:
                 process.kill()
                 outcome.kills[moment] = outcome.kills.get(moment, 0) + 1
         finally:
-            process.communicate()
-    finish(start(spec, home, "--resume"))
+            process.join()
+    finish(start(spec, home, "--resume", tracked=tracked), home)
     record = json.loads((folder / "run_config.json").read_text())
     outcome.resumed_from = [one["step"] for one in record["resumes"]]
     outcome.seconds = time.monotonic() - began
@@ -111,8 +130,6 @@ def finished(folder: Path) -> bool:
 
 def rewind_to_start(folder: Path) -> None:
     """Forgets that the run has finished, and its later checkpoints: it can be killed again."""
-    import shutil
-
     path = folder / "run_config.json"
     document = json.loads(path.read_text())
     document["status"] = "RUNNING"
@@ -120,13 +137,11 @@ def rewind_to_start(folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints")
 
 
-def wait_for_change(
-    folder: Path, pattern: str, process: subprocess.Popen[bytes], draw: random.Random
-) -> bool:
+def wait_for_change(folder: Path, pattern: str, process: ForkProcess, draw: random.Random) -> bool:
     """Whether, before the run ended, files of this pattern changed a random number of times."""
     changes, last = draw.randint(1, 4), sizes(folder, pattern)
     deadline = time.monotonic() + 120
-    while process.poll() is None:
+    while process.exitcode is None:
         assert time.monotonic() < deadline, "the run hangs"
         now = sizes(folder, pattern)
         if now != last:
@@ -180,26 +195,32 @@ def differences(straight: Path, killed: Path) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
-def survive(folder: Path, kills: int, seed: int, optimizer: str = "adamw") -> Outcome:
+def survive(folder: Path, asked: argparse.Namespace) -> Outcome:
     """An unbroken run and one that is killed, compared."""
-    spec = write_spec(folder, optimizer)
-    straight = start(spec, folder / "straight")
-    outcome = kill_at_random(spec, folder / "broken", kills, seed)
-    finish(straight)
-    outcome.differences = differences(
-        folder / "straight/runs/killed", folder / "broken/runs/killed"
-    )
+    spec = write_spec(folder, asked.optimizer, asked.steps)
+    straight, broken = folder / "straight", folder / "broken"
+    unbroken = start(spec, straight)
+    outcome = kill_at_random(spec, broken, asked.kills, asked.seed, asked.tracked)
+    finish(unbroken, straight)
+    outcome.differences = differences(straight / "runs/killed", broken / "runs/killed")
     return outcome
 
 
-def main(arguments: list[str], survive: Callable[..., Outcome] = survive) -> int:
+def main() -> int:
     """Prints what came of so many kills."""
-    kills, seed = int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else 1
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tracked", action="store_true")
+    parser.add_argument("--folder", type=Path, help="an empty one, to look at afterwards")
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        outcome = survive(Path(name), kills, seed)
+        outcome = survive(asked.folder or Path(name), asked)
     print(json.dumps(outcome.__dict__))
     return 1 if outcome.differences else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -94,33 +94,6 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "rule"),
-    [
-        ("", 0, None),
-        ("seed: 43", 3, "seeds"),
-        ("training: {precision: fp32}", 3, "precision"),
-        ("training: {steps: 200}", 3, "budget"),
-        ("optimizer: {lr: 1e-4}", 3, "optimizer"),
-        ("tokenizer: {name: bytes}", 3, "tokenizer"),
-    ],
-)
-def test_the_100m_arms_are_comparable_but_for_what_is_changed(
-    tmp_path: Path, change: str, code: int, rule: str | None
-) -> None:
-    other = tmp_path / "dense.yaml"
-    other.write_text(f"extends: [{EXPERIMENTS / '100m_mha_dense.yaml'}]\n{change}\n")
-    arm = str(EXPERIMENTS / "100m_mha.yaml")
-    done = wb(tmp_path, "check", arm, str(other), "--treatment", "model", "--json")
-    assert done.returncode == code, done.stderr
-    refusing = [
-        entry["rule"]
-        for entry in json.loads(done.stdout)["rules"]
-        if entry["effects"]["nll"] == "refuse"
-    ]
-    assert refusing == ([rule] if rule else [])
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """Finished runs `one`, `two` (the same with another learning rate), `other` (another seed); and
@@ -178,6 +151,29 @@ def console(runs: Store, capsys: pytest.CaptureFixture[str]) -> Console:
 def empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Console:
     """`wb` on a store that is not there yet."""
     return Console(tmp_path / "mlruns", capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "rule"),
+    [
+        ("", 0, None),
+        ("seed: 43", 3, "seeds"),
+        ("training: {precision: fp32}", 3, "precision"),
+        ("training: {steps: 200}", 3, "budget"),
+        ("optimizer: {lr: 1e-4}", 3, "optimizer"),
+        ("tokenizer: {name: bytes}", 3, "tokenizer"),
+    ],
+)
+def test_the_100m_arms_are_comparable_but_for_what_is_changed(
+    console: Console, tmp_path: Path, change: str, code: int, rule: str | None
+) -> None:
+    other = tmp_path / "dense.yaml"
+    other.write_text(f"extends: [{EXPERIMENTS / '100m_mha_dense.yaml'}]\n{change}\n")
+    arm = str(EXPERIMENTS / "100m_mha.yaml")
+    found, document = console.document("check", arm, str(other), "--treatment", "model")
+    assert found == code, document
+    refusing = [e["rule"] for e in document["rules"] if e["effects"]["nll"] == "refuse"]
+    assert refusing == ([rule] if rule else [])
 
 
 def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
@@ -441,6 +437,7 @@ def test_an_error_of_the_system_has_a_place(
     assert "track/store.py:" in document["error"]["place"]
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_at_once_on_no_store_are_both_in_mlflow(tmp_path: Path) -> None:
     spec = spec_file(tmp_path)
     environment = {**os.environ, "WB_HOME": str(tmp_path / "store")}

@@ -20,6 +20,7 @@ from workbench import run as runner
 from workbench.cli import _guarded
 from workbench.compare import compare_runs
 from workbench.compare.facts import facts_of_record
+from workbench.core import saving
 from workbench.errors import UserError
 from workbench.guard import changes
 from workbench.resume import ResumeRequest
@@ -42,7 +43,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "router": {"model": {"mlp_type": "learned_router"}, "telemetry": {"log_steps": 2, "moe": True}},
     "muon": {"optimizer": {"name": "muon_tr"}},
     "accumulated": {"training": {"batch_size": 2, "gradient_accumulation_steps": 2}},
+    "ramps": {
+        "model": {
+            "learn_shared_routed_gates": True,
+            "shared_gate_final": 0.5,
+            "routed_gate_final": 1.5,
+            "top_k": 2,
+            "top_k_primary_weight_final": 0.8,
+            "expert_diversity_lambda": 0.1,
+        },
+        "training": {"label_smoothing": 0.1, "z_loss": 1e-4},
+    },
+    "random": {
+        "data": {"dataset": "random", "text_file": None, "text_unit": None, "held_out_ratio": None}
+    },
+    "compiled": {"training": {"compile": True}},
 }
+LONG = {"compiled", "random", "accumulated"}
 STEPS = 8
 
 
@@ -108,7 +125,9 @@ def same_but_for_the_past(straight: Path, resumed: Path) -> None:
         assert a[name] == b[name], name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in LONG)) for k in KINDS]
+)
 @pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_and_goes_on_leaves_the_same_files(
     tmp_path: Path, tracker: Callable[[NullTracker], None], kind: str, stop: int
@@ -132,6 +151,21 @@ def test_a_run_that_was_stopped_and_goes_on_leaves_the_same_files(
     assert record.effective.code.resumed_with == "none"
     comparison = compare_runs(straight.folder, resumed.folder, names=("straight", "resumed"))
     assert comparison.judgement.claims["nll"] == "comparable"
+
+
+def test_a_run_saved_beside_its_training_goes_on_as_any_other(
+    tmp_path: Path, tracker: Callable[[NullTracker], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(tmp_path, "experts", checkpoint={"save_steps": 2})
+    straight = start(spec, Store(tmp_path / "straight"))
+    monkeypatch.setattr(saving, "overlaps", lambda device, nbytes: True)
+    tracker(Interrupter(5))
+    store = Store(tmp_path / "broken")
+    assert start(spec, store).exit_code == 130
+    tracker(NullTracker())
+    resumed = start(spec, store, ResumeRequest())
+    assert [one.step for one in resumed.record.resumes] == [5]
+    same_but_for_the_past(straight.folder, resumed.folder)
 
 
 def test_a_stop_during_an_evaluation_is_made_up_for(

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.core.checkpoint import save_checkpoint
 from workbench.core.evaluate import evaluate, write_scores
 from workbench.core.memory import peak_bytes
+from workbench.core.saving import Saver
 from workbench.core.train import StepResult, loss_settings, require_finite_weights
 from workbench.errors import storing
 from workbench.progress import Reporter
@@ -47,6 +47,8 @@ class Recorder:
         self._parts, self._folder, self._tracker = parts, folder, tracker
         self._row: dict[str, Number | None] = row or {}
         self._layers = LayerTable(folder)
+        keep = parts.spec.checkpoint.save_total_limit
+        self._saver = Saver(folder / "checkpoints", keep, parts.device)
         self._since_log: list[StepResult] = []
         self._warm = parts.state.step + WARM_UP_STEPS  # the last step whose time is not counted
         self._timed_seconds = 0.0
@@ -137,14 +139,27 @@ class Recorder:
             self._row = {}
 
     def checkpoint(self) -> bool:
-        """Saves the present state; False where no update was made, so that there is none."""
+        """Saves the present state; False where no update was made, so that there is none.
+
+        It may still be on its way to the disk afterwards: see `settle`.
+
+        Raises:
+            StoreError: this checkpoint, or the one before, cannot be written.
+        """
         if not self._parts.state.step:
             return False
         require_finite_weights(self._parts.state)
         self._layers.flush()  # a run that goes on from here has nothing of it in memory
-        keep = self._parts.spec.checkpoint.save_total_limit
-        save_checkpoint(self._parts.state, self._folder / "checkpoints", self.record.spec, keep)
+        self._saver.save(self._parts.state, self.record.spec)
         return True
+
+    def settle(self) -> None:
+        """Waits until every checkpoint is on the disk.
+
+        Raises:
+            StoreError: one cannot be written.
+        """
+        self._saver.wait()
 
     def end(self, status: Status, error: str | None = None) -> None:
         """Writes into the record how the run ended.

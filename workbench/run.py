@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 import uuid
@@ -282,7 +283,9 @@ def _train_and_record(
             reporter.say(f"{stopped} at step {parts.state.step}: saving")
             recorder.flush()  # the step's row, where its evaluation was cut short
             saved = recorder.checkpoint()
+            recorder.settle()
         else:
+            recorder.settle()
             recorder.end("FINISHED")
             return 0
     except KeyboardInterrupt:
@@ -290,6 +293,8 @@ def _train_and_record(
         return 128 + signal.SIGINT
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(StoreError):  # what was saved before is worth the wait
+            recorder.settle()
         try:
             recorder.end("KILLED" if stopped else "FAILED", reason)
         except StoreError as second:

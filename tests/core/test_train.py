@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from workbench import recorder
 from workbench import run as runner
 from workbench.cli import _guarded
+from workbench.core import saving
 from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints
 from workbench.core.data.batches import TokenDigest
@@ -424,7 +425,7 @@ def timed_run(
 
     monkeypatch.setattr(training, "synchronize", synchronize)
     monkeypatch.setattr(recorder, "evaluate", slow(recorder.evaluate, 1000.0))
-    monkeypatch.setattr(recorder, "save_checkpoint", slow(recorder.save_checkpoint, 10000.0))
+    monkeypatch.setattr(saving, "write_checkpoint", slow(saving.write_checkpoint, 10000.0))
     monkeypatch.setattr(
         runner,
         "train",

@@ -285,6 +285,7 @@ def test_how_long_a_run_waits_can_be_set(monkeypatch: pytest.MonkeyPatch) -> Non
     assert patience() == GRACE_SECONDS
 
 
+@pytest.mark.slow  # of a whole run, it is tested with the runs
 def test_ctrl_c_ends_the_wait_and_the_feeder_goes_on(
     mlflow_store: Store, target: Any, marked: Path
 ) -> None:

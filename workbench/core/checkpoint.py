@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,69 @@ from workbench.errors import StoreError
 _NAME = re.compile(r"step_(\d{8})")
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a checkpoint holds: tensors by name, and the rest as what JSON can hold."""
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    document: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [*self.weights.values(), *self.moments.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def copied(self) -> Snapshot:
+        """With tensors of its own, in the memory of this machine: training may go on."""
+        weights, moments = (
+            {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            for tensors in (self.weights, self.moments)
+        )
+        return replace(self, weights=weights, moments=moments)
+
+
+def snapshot(state: TrainState, spec: dict[str, Any]) -> Snapshot:
+    """The state as it is now. Its tensors are those that train, until `copied`."""
+    # By parameter name, not by position: two experts of equal shape can never swap their moments.
+    moments: dict[str, torch.Tensor] = {}
+    for name, parameter in state.model.named_parameters():
+        for optimizer in state.optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                moments[f"{name}/{key}"] = torch.as_tensor(value).detach()
+    weights = {name: tensor.detach() for name, tensor in state.model.state_dict().items()}
+    document = {
+        "format": 1,
+        "step": state.step,
+        "tokens": state.tokens,
+        "stream": state.stream.state_dict(),
+        "order_digest": state.digest.state_dict(),
+        "lr_trace": state.trace.hexdigest(),
+        "expert_watch": state.watch.state_dict(),
+        "random_states": random_states(),
+        "spec": spec,
+    }
+    return Snapshot(state.step, _unshared(weights), moments, document)
+
+
 def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep: int) -> Path:
     """Saves the state under `folder`, then removes all but the newest `keep` checkpoints.
 
     Raises:
         StoreError: the disk is full or cannot be written; earlier checkpoints are untouched.
     """
-    final = folder / f"step_{state.step:08d}"
+    return write_checkpoint(snapshot(state, spec), folder, keep)
+
+
+def write_checkpoint(taken: Snapshot, folder: Path, keep: int) -> Path:
+    """`save_checkpoint` of a state that was taken before.
+
+    Raises:
+        StoreError: the disk is full or cannot be written; earlier checkpoints are untouched.
+    """
+    final = folder / f"step_{taken.step:08d}"
     if is_whole(final):
         return final
     temporary = folder / f".{final.name}.{os.getpid()}"
@@ -40,17 +97,16 @@ def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep:
         # Left by a process that died while saving: its number may have come round again.
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write_files(state, temporary, spec)
+        _write_files(taken, temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync(folder)
     except (OSError, SafetensorError) as error:  # safetensors writes, and fails, by its own means
-        size = sum(p.numel() * 4 * 3 for p in state.model.parameters())
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         reason = getattr(error, "strerror", None) or str(error)
         message = (
-            f"could not write the checkpoint of step {state.step} ({reason}); "
-            f"it needs about {size / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            f"could not write the checkpoint of step {taken.step} ({reason}); "
+            f"it needs about {taken.nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         )
         raise StoreError.at(str(final), message) from error
     finally:
@@ -90,32 +146,13 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def _write_files(state: TrainState, folder: Path, spec: dict[str, Any]) -> None:
+def _write_files(taken: Snapshot, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    model = {name: tensor.detach() for name, tensor in state.model.state_dict().items()}
-    save_file(_unshared(model), folder / "model.safetensors")
-
-    # By parameter name, not by position: two experts of equal shape can never swap their moments.
-    moments: dict[str, torch.Tensor] = {}
-    for name, parameter in state.model.named_parameters():
-        for optimizer in state.optimizers:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{key}"] = torch.as_tensor(value).detach()
-    save_file(moments, folder / "optimizer.safetensors")
-
-    document = {
-        "format": 1,
-        "step": state.step,
-        "tokens": state.tokens,
-        "stream": state.stream.state_dict(),
-        "order_digest": state.digest.state_dict(),
-        "lr_trace": state.trace.hexdigest(),
-        "expert_watch": state.watch.state_dict(),
-        "random_states": random_states(),
-        "spec": spec,
-    }
-    (folder / "state.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    save_file(taken.weights, folder / "model.safetensors")
+    save_file(taken.moments, folder / "optimizer.safetensors")
+    text = json.dumps(taken.document, indent=1, sort_keys=True) + "\n"
+    (folder / "state.json").write_text(text)
 
     files = {}
     for path in sorted(folder.iterdir()):
