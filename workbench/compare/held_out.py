@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workbench.compare.markdown import table, text
+from workbench.compare.document import Block, bullets, paragraph, table
 from workbench.errors import Fault
 from workbench.spec.held_out import (
     HISTOGRAM,
@@ -40,7 +40,7 @@ def refusals(evaluated: Mapping[str, SetFacts], dataset: Any) -> dict[str, str]:
     }
 
 
-def held_out_section(records: Mapping[str, RunRecord]) -> str:
+def held_out_section(records: Mapping[str, RunRecord]) -> list[Block]:
     """The status of every evaluation set, the share of its n-grams in training, the histogram.
 
     Args:
@@ -67,16 +67,15 @@ def held_out_section(records: Mapping[str, RunRecord]) -> str:
             if classes := histogram_words(facts.measured):
                 histograms.append(f"{label}, {logged}: {classes}")
     if not rows:
-        return ""
+        return []
     head = ["run", "set", "status", "n-grams in training", "documents overlapping", "copies"]
-    parts = [table(head, rows, numbers=3)]
+    parts: list[Block] = [table(head, rows, numbers=3)]
     if histograms:
-        parts.append("Documents by the share of their n-grams that stand in the training text:")
-        parts.append("\n".join(f"- {text(line)}" for line in histograms))
+        said = "Documents by the share of their n-grams that stand in the training text:"
+        parts += [paragraph(said), bullets(histograms)]
     if notes:
-        parts.append("How it was measured:")
-        parts.append("\n".join(f"- {text(note)}" for note in notes))
-    return "\n\n".join(parts)
+        parts += [paragraph("How it was measured:"), bullets(notes)]
+    return parts
 
 
 def overlap_faults(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:

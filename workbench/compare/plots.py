@@ -1,31 +1,46 @@
-"""The figures of a report: the difference over training, and the curves of both runs.
+"""The drawing of figures from plain numbers: every picture of a report, and that of one run.
 
-Readable in grey and without telling colours apart: the runs differ in line style and marker too.
+Readable in grey and without telling colours apart: what belongs to one arm has a line style, a
+marker and a label of its own beside its colour. Intervals are drawn, axes have units, bars begin at
+zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from workbench.compare.results import Results, Series
+import numpy as np
 
-if TYPE_CHECKING:
-    from workbench.compare.pair import Comparison
+from workbench.compare.stats import Floats
 
-DIFFERENCE, CURVES = "difference.png", "curves.png"
+Interval = tuple[float, float]
+Points = Sequence[float]
 
-# Blue and vermilion of Okabe and Ito's palette: distinct for every kind of colour vision, and of
-# unequal lightness.
-_STYLES: tuple[dict[str, Any], ...] = (
+WIDE, HALF = (6.6, 3.9), (5.0, 3.5)  # inches
+DOTS = 200  # of the file, an inch
+_PIXELS = 100  # of a page, an inch
+
+# Of Okabe and Ito's palette, in an order of unequal lightness: distinct for every kind of colour
+# vision, and beside each the line style and marker that tell them apart without it.
+STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#0072B2", "linestyle": "-", "marker": "o", "markersize": 4},
     {"color": "#D55E00", "linestyle": "--", "marker": "s", "fillstyle": "none", "markersize": 7},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^", "markersize": 5},
+    {"color": "#000000", "linestyle": ":", "marker": "D", "fillstyle": "none", "markersize": 5},
+    {"color": "#CC79A7", "linestyle": (0, (8, 2)), "marker": "v", "markersize": 5},
+    {"color": "#56B4E9", "linestyle": (0, (1, 1)), "marker": "x", "markersize": 5},
 )
-_GREY = "#666666"
-_AXES = {"nll": "NLL (nats/token)", "bits_per_byte": "bits per byte"}
-_TITLES = {
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++")
+_GREY, _BAND = "#666666", "#BFBFBF"
+
+AXES = {"nll": "NLL (nats/token)", "bits_per_byte": "bits per byte"}
+TITLES = {
     "train": "train: the optimised stream",
     "train_split": "train_split: fixed training text",
     "held_out": "held_out: never trained on",
@@ -34,127 +49,215 @@ _TITLES = {
 }
 
 
-def draw(comparison: Comparison, folder: Path) -> list[str]:
-    """Writes the figures that this comparison's verdict permits.
+@dataclass(frozen=True)
+class Curve:
+    """The values of one arm over training; `low` and `high` are the ends of its band."""
 
-    Returns:
-        The names of the files written.
-    """
-    results = comparison.results
-    score = score_of(results)
-    if results is None or score is None:
-        return []
-    _save(_difference(comparison, results, score), folder / DIFFERENCE)
-    _save(_curves(comparison, results, score), folder / CURVES)
-    return [DIFFERENCE, CURVES]
+    label: str  # at the end of its line
+    name: str  # in the legend
+    tokens: Points
+    values: Points
+    low: Points | None = None
+    high: Points | None = None
+
+
+def difference(
+    tokens: Points,
+    values: Points,
+    intervals: Sequence[Interval | None],
+    *,
+    axis: str,
+    title: str,
+    between: str,
+    names: tuple[str, str] = ("A", "B"),
+) -> Any:
+    """The difference of two arms over training with its interval and the zero line; beside it the
+    last point on a scale of its own, since the first ones are often much larger."""
+    figure = _figure(WIDE)
+    alone = len(tokens) < 2
+    grid = figure.add_gridspec(1, 1 if alone else 2, width_ratios=[1] if alone else [3.4, 1])
+    axes = figure.add_subplot(grid[0])
+    _difference_over(axes, tokens, values, intervals, between)
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel(f"{names[1]} - {names[0]}, {axis}")
+    axes.set_title(title, loc="left")
+    _tidy(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    if not alone:
+        last = figure.add_subplot(grid[1])
+        _difference_over(last, [0], values[-1:], intervals[-1:], between)
+        last.set_xlim(-1, 1)
+        last.set_xticks([0], [_count(tokens[-1])])
+        last.set_title("the last point,\nits own scale", loc="left", fontsize=9)
+        last.yaxis.tick_right()
+        _tidy(last, tokens=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=1, frameon=False, fontsize=9)
+    return figure
+
+
+def _difference_over(
+    axes: Any,
+    tokens: Points,
+    values: Points,
+    intervals: Sequence[Interval | None],
+    between: str,
+) -> None:
+    axes.axhline(0, color=_GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
+    known = [(at, one) for at, one in zip(tokens, intervals, strict=True) if one is not None]
+    if known:
+        places, ends = [at for at, _ in known], np.array([one for _, one in known])
+        axes.fill_between(places, ends[:, 0], ends[:, 1], color=_BAND, alpha=0.5, linewidth=0)
+        middle = ends.mean(axis=1)
+        half = np.ptp(ends, axis=1) / 2
+        style = {"ecolor": "black", "elinewidth": 1, "capsize": 3, "fmt": "none"}
+        axes.errorbar(places, middle, yerr=half, label=between, **style)
+    axes.plot(tokens, values, color="black", marker="o", markersize=5, label="difference")
+
+
+def curves(lines: Sequence[Curve], *, axis: str, title: str, limits: Interval | None = None) -> Any:
+    """The curves of arms over training, each with its band where it has one."""
+    figure = _figure(HALF)
+    axes = figure.add_subplot()
+    ends = []
+    for line, style in zip(lines, _styles(len(lines)), strict=True):
+        marks = {"markevery": max(1, len(line.tokens) // 8)}
+        axes.plot(
+            line.tokens, line.values, label=f"{line.label}: {short(line.name)}", **style, **marks
+        )
+        if line.low is not None and line.high is not None:
+            look = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
+            axes.fill_between(line.tokens, line.low, line.high, **look)
+        if len(line.values) and math.isfinite(line.values[-1]):
+            ends.append((line.tokens[-1], line.values[-1], line.label, style["color"]))
+    if limits:
+        axes.set_ylim(limits)
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel(axis)
+    axes.set_title(title, loc="left")
+    _tidy(axes)
+    _label_ends(axes, ends)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
+    return figure
+
+
+def documents(
+    a: Floats, b: Floats, weight: Floats, interval: Interval | None, *, axis: str, title: str
+) -> Any:
+    """One circle for each document, its area by its length: what it costs A, and what B adds."""
+    figure = _figure(HALF)
+    axes = figure.add_subplot()
+    axes.axhline(0, color=_GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
+    mean = float((b - a) @ weight / weight.sum())
+    if interval is not None:
+        look = {"color": _BAND, "alpha": 0.5, "linewidth": 0}
+        axes.axhspan(*interval, label="its 95 % interval over documents", **look)
+    axes.axhline(mean, color="black", linewidth=1.2, label="mean, weighted by length")
+    area = 12 + 140 * weight / weight.max()
+    look = {"facecolors": "#0072B255", "edgecolors": "black", "linewidths": 0.6}
+    axes.scatter(a, b - a, s=area, label="a document; area: its length", **look)
+    axes.set_xlabel(f"A, {axis}")
+    axes.set_ylabel(f"B - A, {axis}")
+    axes.set_title(title, loc="left")
+    _tidy(axes, tokens=False)
+    axes.locator_params(axis="x", nbins=6)
+    legend = figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    for handle in legend.legend_handles:
+        if hasattr(handle, "set_sizes"):
+            handle.set_sizes([40])
+    return figure
+
+
+def bars(
+    labels: Sequence[str],
+    values: Sequence[float],
+    written: Sequence[str],
+    spans: Sequence[Interval | None],
+    *,
+    axis: str,
+    title: str,
+) -> Any:
+    """One bar for each arm, from zero; `spans` are drawn over their ends."""
+    figure = _figure((HALF[0], 1.5 + 0.45 * len(labels)))
+    axes = figure.add_subplot()
+    for row, (value, style) in enumerate(zip(values, _styles(len(labels)), strict=True)):
+        look = {"facecolor": style["color"] + "55", "edgecolor": style["color"]}
+        axes.barh(row, value, height=0.6, hatch=_HATCHES[row % len(_HATCHES)], **look)
+    furthest = [
+        max(value, span[1] if span else value) for value, span in zip(values, spans, strict=True)
+    ]
+    for row, (value, span) in enumerate(zip(values, spans, strict=True)):
+        if span is not None:
+            axes.errorbar(
+                [(span[0] + span[1]) / 2],
+                [row],
+                xerr=[(span[1] - span[0]) / 2],
+                fmt="none",
+                ecolor="black",
+                elinewidth=1,
+                capsize=4,
+            )
+        axes.annotate(
+            written[row],
+            (furthest[row], row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    axes.set_yticks(range(len(labels)), [short(label, 24) for label in labels])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(furthest))
+    axes.set_xlabel(axis)
+    axes.set_title(title, loc="left")
+    _tidy(axes, tokens=False)
+    axes.grid(visible=False)
+    return figure
+
+
+def shares(layers: Sequence[int], found: Floats, *, title: str, highest: float) -> Any:
+    """Shares [L, E] of routes as a map in grey, each written in its cell where there is room."""
+    rows, experts = found.shape
+    figure = _figure((HALF[0], min(7.0, 1.3 + 0.3 * rows)))
+    axes = figure.add_subplot()
+    image = axes.imshow(found * 100, cmap="Greys", vmin=0, vmax=highest * 100, aspect="auto")
+    if experts <= 10 and rows <= 20:
+        for row, expert in np.ndindex(rows, experts):
+            dark = found[row, expert] > 0.55 * highest
+            look = {"color": "white" if dark else "black", "fontsize": 8}
+            share = f"{found[row, expert]:.1%}".replace("%", "")
+            axes.text(expert, row, share, ha="center", va="center", **look)
+    axes.set_xticks(range(experts) if experts <= 16 else range(0, experts, experts // 8))
+    step = max(1, rows // 12)
+    axes.set_yticks(range(0, rows, step), [str(layer) for layer in layers[::step]])
+    axes.set_xlabel(f"expert (an equal share is {100 / experts:.3g} %)")
+    axes.set_ylabel("layer")
+    axes.set_title(title, loc="left")
+    axes.tick_params(labelsize=9)
+    figure.colorbar(image, label="share of routes (%)")
+    return figure
 
 
 def draw_run(metrics: Mapping[str, Sequence[float | None]], path: Path) -> bool:
     """Draws the NLL of one run over its training. False: nothing was measured, nothing is drawn."""
     lines = {
-        name: points for name in _TITLES if len((points := _points(metrics, f"{name}/nll"))[0]) > 1
+        name: points for name in TITLES if len((points := measured(metrics, f"{name}/nll"))[0]) > 1
     }
     if not lines:
         return False
-    figure = _figure(6.4, 3.8)
-    axes = figure.add_subplot()
-    styles: tuple[dict[str, Any], ...] = ({"color": "#999999", "linewidth": 1}, *_STYLES)
-    for (name, (tokens, values)), style in zip(lines.items(), styles, strict=False):
-        axes.plot(tokens, values, label=_TITLES[name], **style)
-    axes.set_xlabel("tokens trained on")
-    axes.set_ylabel(_AXES["nll"])
-    axes.legend(frameon=False, fontsize=8)
-    _tidy(axes)
-    _save(figure, path)
+    with styled():
+        figure = _figure((6.4, 3.8))
+        axes = figure.add_subplot()
+        styles: tuple[dict[str, Any], ...] = ({"color": "#999999", "linewidth": 1}, *STYLES)
+        for (name, (tokens, values)), style in zip(lines.items(), styles, strict=False):
+            axes.plot(tokens, values, label=TITLES[name], **style)
+        axes.set_xlabel("tokens trained on")
+        axes.set_ylabel(AXES["nll"])
+        axes.legend(frameon=False, fontsize=9)
+        _tidy(axes)
+        save(figure, path)
     return True
 
 
-def score_of(results: Results | None) -> str | None:
-    """The score that has curves: NLL, or bits per byte where NLL is refused."""
-    if results is None:
-        return None
-    with_points = [metric for metric, series in results.series.items() if series.tokens]
-    scores = [metric.rpartition("/")[2] for metric in with_points]
-    return next((score for score in ("nll", "bits_per_byte") if score in scores), None)
-
-
-def series_of(results: Results, score: str) -> dict[str, Series]:
-    """Evaluation set -> its curve of this score, held-out sets first."""
-    return {
-        metric.rpartition("/")[0]: series
-        for metric, series in results.series.items()
-        if metric.endswith(f"/{score}") and series.tokens
-    }
-
-
-def _difference(comparison: Comparison, results: Results, score: str) -> Any:
-    curves = series_of(results, score)
-    ratios = [3.0] + [1.6] * (len(curves) - 1)
-    figure = _figure(3.4 + 3.2 * len(curves), 3.8)
-    grid = figure.add_gridspec(1, len(curves), width_ratios=ratios)
-    shared = None  # one scale, so that the sets can be compared by eye
-    for column, (name, series) in enumerate(curves.items()):
-        axes = figure.add_subplot(grid[column], sharey=shared)
-        shared = shared or axes
-        axes.axhline(0, color=_GREY, linewidth=1)
-        known = [(at, d) for at, d in zip(series.tokens, series.documents, strict=True) if d]
-        if known:
-            axes.fill_between(
-                [at for at, _ in known],
-                [documents.interval[0] for _, documents in known],
-                [documents.interval[1] for _, documents in known],
-                color="#BBBBBB",
-                alpha=0.6,
-                linewidth=0,
-                label=f"95 % interval over {known[-1][1].n} documents, this seed",
-            )
-        drawn = [math.nan if value is None else value for value in series.difference]
-        axes.plot(series.tokens, drawn, color="black", marker="o", markersize=4)
-        axes.set_title(_TITLES.get(name, name), fontsize=9)
-        axes.set_xlabel("tokens trained on")
-        if column == 0:
-            axes.set_ylabel(f"difference of {_AXES[score]}")
-            if known:
-                axes.legend(loc="best", frameon=False, fontsize=8)
-        _tidy(axes)
-    first, second = (_short(name) for name in comparison.names)
-    figure.suptitle(f"{second} minus {first} (below zero: {second} is lower)", fontsize=10)
-    return figure
-
-
-def _curves(comparison: Comparison, results: Results, score: str) -> Any:
-    panels: dict[str, list[tuple[Sequence[float], Sequence[float]]]] = {}
-    if score == "nll":
-        panels["train"] = [_train(metrics, comparison.at) for metrics in comparison.metrics]
-    curves = series_of(results, score)
-    for name, series in reversed(curves.items()):
-        panels[name] = [(series.tokens, values) for values in (series.a, series.b)]
-    figure = _figure(3.2 * len(panels) + 0.6, 3.6)
-    shared = None
-    for column, (name, pair) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), column + 1, sharey=shared)
-        shared = shared or axes
-        for (tokens, values), style, label in zip(pair, _STYLES, comparison.names, strict=True):
-            marks = {} if name != "train" else {"markevery": max(1, len(tokens) // 8)}
-            axes.plot(tokens, values, label=_short(label), **style, **marks)
-        axes.set_title(_TITLES.get(name, name), fontsize=9)
-        axes.set_xlabel("tokens trained on")
-        if column == 0:
-            axes.set_ylabel(_AXES[score])
-            axes.legend(frameon=False, fontsize=8)
-        _tidy(axes)
-    return figure
-
-
-def _train(
-    metrics: Mapping[str, Sequence[float | None]], at: int | None
-) -> tuple[list[float], list[float]]:
-    tokens, values = _points(metrics, "train/nll")
-    kept = [place for place, count in enumerate(tokens) if count <= (at or count)]
-    return [tokens[i] for i in kept], [values[i] for i in kept]
-
-
-def _points(
+def measured(
     metrics: Mapping[str, Sequence[float | None]], name: str
 ) -> tuple[list[float], list[float]]:
     """Token counts and values of a metric, where it was measured."""
@@ -163,28 +266,69 @@ def _points(
     return [tokens for tokens, _ in kept], [value for _, value in kept]
 
 
-def _figure(width: float, height: float) -> Any:
+@contextmanager
+def styled() -> Iterator[None]:
+    """The settings in which a figure is to be made and saved: letters that no font has are drawn
+    as boxes without a word, and no text is taken for mathematics."""
+    import matplotlib
+
+    settings: dict[str, Any] = {"text.parse_math": False, "font.size": 10, "axes.titlesize": 10}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        yield
+
+
+def save(figure: Any, path: Path) -> tuple[int, int]:
+    """Writes the figure; returns its size on a page, in CSS pixels."""
+    figure.savefig(path, dpi=DOTS, metadata={"Software": None})
+    width, height = figure.get_size_inches()
+    return round(width * _PIXELS), round(height * _PIXELS)
+
+
+def short(name: str, width: int = 40) -> str:
+    """A name for a legend, its middle left out where it is long."""
+    clean = "".join(one if one.isprintable() else " " for one in name[: 50 * width])
+    if len(clean) <= width:
+        return clean
+    return f"{clean[: width // 2 - 1]}…{clean[-width // 2 :]}"
+
+
+def _figure(size: tuple[float, float]) -> Any:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=size, layout="constrained")
 
 
-def _tidy(axes: Any) -> None:
+def _styles(count: int) -> list[dict[str, Any]]:
+    return [STYLES[index % len(STYLES)] for index in range(count)]
+
+
+def _count(tokens: float) -> str:
     from matplotlib.ticker import EngFormatter
 
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.locator_params(axis="x", nbins=5)
+    return str(EngFormatter(sep="", places=0 if tokens < 1e6 else 1)(tokens))
+
+
+def _tidy(axes: Any, tokens: bool = True) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    if tokens:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=9)
 
 
-def _short(name: str, width: int = 32) -> str:
-    # A dollar sign would start mathematics.
-    text = name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-width // 2 :]}"
-    return text.replace("$", r"\$")
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Each line's label at its end, moved apart where ends lie close together."""
+    low, high = axes.get_ylim()
+    gap = 0.07 * (high - low)
+    placed: list[float] = []
+    for tokens, value, label, color in sorted(ends, key=lambda end: end[1]):
+        height = max(value, placed[-1] + gap) if placed else value
+        placed.append(height)
+        look = {"color": color, "fontweight": "bold", "va": "center", "annotation_clip": False}
+        axes.annotate(label, (tokens, value), xytext=(tokens + 0.03 * tokens, height), **look)

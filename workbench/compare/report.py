@@ -1,4 +1,4 @@
-"""The report of a comparison: a folder with `report.md`, its figures, and the numbers as JSON."""
+"""The report of a comparison: a folder with Markdown, a page, the figures, and the numbers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workbench.compare import sections
+from workbench.compare import markdown, page, sections
+from workbench.compare.document import (
+    Block,
+    Code,
+    Commands,
+    Facts,
+    Figures,
+    Heading,
+    Strong,
+    Words,
+    bullets,
+    paragraph,
+)
+from workbench.compare.figures import draw
 from workbench.compare.held_out import held_out_section
-from workbench.compare.markdown import block, text
 from workbench.compare.pair import Comparison
-from workbench.compare.plots import CURVES, DIFFERENCE, draw
-from workbench.compare.sentences import headline, statement, title
+from workbench.compare.sentences import headline, statement, title, verdicts
 from workbench.compare.words import why
 from workbench.errors import StoreError, UserError
 from workbench.track.record import strict
 
-DATA = "comparison.json"
+MARKDOWN, PAGE, DATA = "report.md", "report.html", "results.json"
 
 
 def write_report(comparison: Comparison, reports: Path) -> Comparison:
@@ -44,10 +55,12 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
         with tempfile.TemporaryDirectory(dir=reports, prefix=".report-") as temporary:
             new = Path(temporary, "new")
             new.mkdir()
-            figures = draw(comparison, new)
-            (new / "report.md").write_text(render_markdown(comparison, figures), encoding="utf-8")
+            blocks = compose(comparison, draw(comparison, new))
+            html = page.render(blocks, title(comparison), new)
             data = json.dumps(_data(comparison), indent=1, allow_nan=False)
-            (new / DATA).write_text(data + "\n", encoding="utf-8")
+            texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: f"{data}\n"}
+            for name, text in texts.items():
+                (new / name).write_text(text, encoding="utf-8")
             with _alone_in(reports):
                 _replace(folder, new, Path(temporary, "old"), comparison.key)
     except OSError as error:
@@ -55,74 +68,80 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
     return comparison
 
 
-def render_markdown(
-    comparison: Comparison, figures: Sequence[str] = (), *, today: datetime | None = None
-) -> str:
-    """The report as Markdown; lines of tables are at most 100 wide."""
+def compose(
+    comparison: Comparison, figures: Mapping[str, Figures], *, today: datetime | None = None
+) -> list[Block]:
+    """The report as blocks, in the order in which it is read.
+
+    Args:
+        figures: those that were drawn, by their places; see `figures.draw`.
+    """
     today = today or datetime.now(UTC)
-    first, second = (text(name) for name in comparison.names)
-    parts = [
-        f"# {title(comparison)}",
-        f"A: {first}  \nB: {second}  \n{_status_line(comparison, today)}",
-        _overrides(comparison),
-        headline(comparison),
+    blocks: list[Block] = [
+        Heading(title(comparison), 1),
+        Facts(tuple(_title_block(comparison, today))),
+        verdicts(comparison.judgement),
     ]
+
+    def show(place: str) -> None:
+        if place in figures:
+            blocks.append(figures[place])
+
     if comparison.results is None:
-        parts += [_what_to_do(comparison)]
+        blocks += _what_to_do(comparison)
     else:
-        if DIFFERENCE in figures:
-            parts.append(f"![Difference of the evaluation over training]({DIFFERENCE})")
-        parts += [sections.numbers(comparison), statement(comparison)]
-        parts += [sections.evaluations(comparison)]
-        if CURVES in figures:
-            parts.append(f"![Loss curves of both runs]({CURVES})")
+        blocks += headline(comparison)
+        show("answer")
+        blocks += [*sections.numbers(comparison), *statement(comparison)]
+        blocks += sections.evaluations(comparison)
+        for place in ("curves", "documents", "cost", "routes"):
+            show(place)
         if comparison.verdict == "refused":
-            parts.append(_what_to_do(comparison))
-    parts += [
-        "## Checklist",
-        sections.checklist(comparison),
-        "## Held out",
-        held_out_section({"A": comparison.a.record, "B": comparison.b.record}),
-        "## What differs",
-        sections.spec_difference(comparison),
-        "## Runs",
-        sections.runs(comparison),
-        "## Reproduce",
-        sections.reproduce(comparison),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+            blocks += _what_to_do(comparison)
+    record_of = {"A": comparison.a.record, "B": comparison.b.record}
+    for heading, section in (
+        ("Checklist", sections.checklist(comparison)),
+        ("Held out", held_out_section(record_of)),
+        ("What differs", sections.spec_difference(comparison)),
+        ("Runs", sections.runs(comparison)),
+        ("Reproduce", sections.reproduce(comparison)),
+    ):
+        blocks += [Heading(heading), *section]
+    return blocks
 
 
-def _status_line(comparison: Comparison, today: datetime) -> str:
+def render_markdown(comparison: Comparison, *, today: datetime | None = None) -> str:
+    """The report as Markdown, without its figures; lines of tables are at most 100 wide."""
+    return markdown.render(compose(comparison, {}, today=today))
+
+
+def _title_block(comparison: Comparison, today: datetime) -> Iterator[tuple[str, Words]]:
     judgement = comparison.judgement
-    treatment = ", ".join(text(name) for name in judgement.treatment) or "none"
+    yield from (("A", (comparison.names[0],)), ("B", (comparison.names[1],)))
+    treatment = ", ".join(judgement.treatment) or "none"
     if judgement.treatment:
         treatment += " (inferred, not declared)" if judgement.inferred else " (declared)"
+    yield "treatment", (treatment,)
+    if not judgement.allow:
+        yield "overrides", ("none",)
+    for rule, reason in judgement.allow.items():
+        yield "override", (Code(rule), f": {reason}")
     at = "no common point" if comparison.at is None else f"{comparison.at:,} tokens"
-    overridden = ", ".join(judgement.allow) or "none"
-    return (
-        f"treatment: {treatment} · overrides: {overridden} · compared at: {at} · "
-        f"ruleset {judgement.ruleset} · {today:%Y-%m-%d}"
-    )
+    yield "compared at", (at,)
+    yield "ruleset", (f"{judgement.ruleset}, {today:%Y-%m-%d}",)
 
 
-def _overrides(comparison: Comparison) -> str:
-    return "\n".join(
-        f"- **override** of `{rule}`: {text(reason)}"
-        for rule, reason in comparison.judgement.allow.items()
-    )
-
-
-def _what_to_do(comparison: Comparison) -> str:
+def _what_to_do(comparison: Comparison) -> list[Block]:
     judgement, asked = comparison.judgement, comparison.asked
     refusing = [ruling for ruling in judgement.rules if ruling.over(asked) == "refused"]
-    lines = ["The two runs do not answer one question:", ""]
-    lines += [f"- **{ruling.rule}**: {text(why(ruling))}" for ruling in refusing]
-    lines += ["", "To compare them:", ""]
     remedies = sections.remedies(comparison)
-    lines += [f"- {text(remedies[ruling.rule])}" for ruling in refusing]
-    lines += ["", block(sections.matching_commands(comparison))]
-    return "\n".join(lines)
+    return [
+        paragraph("The two runs do not answer one question:"),
+        bullets((Strong(ruling.rule), f": {why(ruling)}") for ruling in refusing),
+        paragraph("To compare them:"),
+        bullets(remedies[ruling.rule] for ruling in refusing),
+        Commands(tuple(sections.matching_commands(comparison))),
+    ]
 
 
 def _data(comparison: Comparison) -> object:

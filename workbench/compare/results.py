@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from workbench.compare.added import added_numbers
+from workbench.compare.details import Details, details_of
 from workbench.compare.measurements import Metrics, RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, scores_path
 from workbench.compare.stats import DRAWS, document_interval
@@ -94,6 +95,7 @@ class Results:
 
     numbers: dict[str, Number]
     series: dict[str, Series]
+    details: Details = field(default_factory=Details, repr=False)
 
 
 def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]) -> Results:
@@ -129,7 +131,8 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
             fields["documents"] = Documents(*found)
         numbers[name] = Number(**fields)
     numbers |= _of_training(a, b, tokens, refused)
-    return Results(numbers, series)
+    sets = evaluated_sets(a.metrics, b.metrics)
+    return Results(numbers, series, details_of(a, b, tokens, refused, sets))
 
 
 def evaluated_sets(*metrics: Metrics) -> list[str]:

@@ -1,4 +1,4 @@
-"""The sections of a report, each a piece of Markdown."""
+"""The sections of a report, each a list of blocks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from datetime import datetime
 from typing import Any
 
 from workbench.compare.commands import matched_name, matched_run, options, run_words
+from workbench.compare.document import (
+    Badge,
+    Block,
+    Brief,
+    Cell,
+    Code,
+    Commands,
+    Fold,
+    Strong,
+    Words,
+    bullets,
+    paragraph,
+    table,
+)
 from workbench.compare.facts import Facts, same, spec_leaves, value_of
-from workbench.compare.markdown import block, code, table, text
+from workbench.compare.figures import score_of, series_of
 from workbench.compare.numbers import decimals, write, write_interval, written
 from workbench.compare.pair import Comparison, Side
-from workbench.compare.plots import score_of, series_of
 from workbench.compare.rules import Leaf, Ruling
 from workbench.compare.words import remedy, show, show_pair, why
 from workbench.spec.checklist import CLAIMS, RULES, tag_of
+
+_LONGEST_VALUE = 120
 
 # The leaf whose values stand for a rule that matches.
 _SHOWN = {
@@ -34,27 +49,28 @@ _SHOWN = {
 }
 
 
-def numbers(comparison: Comparison) -> str:
+def numbers(comparison: Comparison) -> list[Block]:
     """Every number of both runs, and a list of what each is."""
     assert comparison.results is not None
-    rows, notes = [], []
+    rows: list[list[str]] = []
+    notes: list[Words] = []
     for name, number in comparison.results.numbers.items():
         unit = "" if number.unit == "1" else f" ({number.unit})"
         rows.append([name, *written(name, number)])
         note = f" Blank here: {number.blank}." if number.blank else ""
         if number.no_interval:
             note = f" No interval: {number.no_interval}."
-        notes.append(f"- {code(name)}{unit}: {text(number.what)}.{text(note)}")
+        notes.append((Code(name), f"{unit}: {number.what}.{note}"))
     head = ["number", "A", "B", "B - A", "95 % over documents"]
-    return "\n".join([table(head, rows, numbers=4), "", *notes])
+    return [table(head, rows, numbers=4), bullets(notes)]
 
 
-def evaluations(comparison: Comparison) -> str:
+def evaluations(comparison: Comparison) -> list[Block]:
     """The differences of every evaluation set side by side, at each common point."""
     results = comparison.results
     score = score_of(results)
     if results is None or score is None:
-        return ""
+        return []
     curves = series_of(results, score)
     points = sorted({at for series in curves.values() for at in series.tokens})
     head = ["tokens"]
@@ -75,71 +91,67 @@ def evaluations(comparison: Comparison) -> str:
         rows.append(row)
     unit = next(iter(curves.values())).unit
     notes = [
-        f"Only {text(side.name)} was evaluated at {', '.join(f'{at:,}' for at in only)} tokens."
+        f"Only {side.name} was evaluated at {', '.join(f'{at:,}' for at in only)} tokens."
         for side, only in zip((comparison.a, comparison.b), comparison.only, strict=True)
         if only
     ]
-    lines = [
-        f"Differences at each evaluation, in {unit}:",
-        "",
-        table(head, rows, numbers=len(head)),
-    ]
-    return "\n".join([*lines, *(["", " ".join(notes)] if notes else [])])
+    summary = f"Differences at each of {len(points)} evaluations, in {unit}"
+    inside: list[Block] = [table(head, rows, numbers=len(head))]
+    if notes:
+        inside.append(paragraph(" ".join(notes)))
+    return [Fold(summary, tuple(inside))]
 
 
-def checklist(comparison: Comparison) -> str:
+def checklist(comparison: Comparison) -> list[Block]:
     """Every rule with its outcome and two values; then every value that does not match."""
-    rows = []
+    rows: list[list[Cell]] = []
     for ruling in comparison.judgement.rules:
         leaf = _representative(ruling)
         path = leaf.path if leaf else _SHOWN[ruling.rule]
         a, b = (value_of(facts, path)[1] for facts in comparison.facts)
-        shown = show_pair(a, b, 15)
-        rows.append([ruling.rule, ruling.outcome, _guards(ruling), _short(path), *shown])
+        row: list[Cell] = [ruling.rule, _outcome(ruling), _guards(ruling), _short(path)]
+        rows.append([*row, *_pair(a, b, 15)])
     head = ["rule", "outcome", "N B T M", "value", "A", "B"]
     legend = (
         "N, B, T, M: what a difference does to nll, bpb, throughput, memory"
         " (r refuses, f flags; in capitals where it does so here)."
     )
-    parts = [table(head, rows), legend]
+    parts: list[Block] = [table(head, rows), paragraph(legend)]
     leaves = [leaf for ruling in comparison.judgement.rules for leaf in ruling.leaves]
     leaves = [leaf for leaf in leaves if leaf.outcome != "match"]
     if leaves:
-        every = [
-            [leaf.rule, _short(leaf.path), leaf.outcome, *show_pair(leaf.a, leaf.b, 17)]
+        every: list[list[Cell]] = [
+            [leaf.rule, _short(leaf.path), leaf.outcome, *_pair(leaf.a, leaf.b, 17)]
             for leaf in leaves
         ]
-        parts.append("Every value that does not match:")
-        parts.append(table(["rule", "value", "outcome", "A", "B"], every))
-        parts.append("\n".join(_sentences(comparison)))
-    return "\n\n".join(parts)
+        parts.append(bullets(_sentences(comparison)))
+        shown = table(["rule", "value", "outcome", "A", "B"], every)
+        parts.append(Fold(f"Every value that does not match ({len(leaves)})", (shown,)))
+    return parts
 
 
-def spec_difference(comparison: Comparison) -> str:
+def spec_difference(comparison: Comparison) -> list[Block]:
     """The settings that differ, the treatment marked; the equal ones folded."""
     judged = {leaf.path: leaf for rule in comparison.judgement.rules for leaf in rule.leaves}
     a, b = comparison.facts
-    different, equal = [], []
+    different: list[list[Cell]] = []
+    equal: list[list[Cell]] = []
     leaves = dict.fromkeys([*spec_leaves(), *(leaf for leaf in (*a, *b) if _of_spec(leaf))])
     for path in leaves:
         (_, first), (_, second) = value_of(a, path), value_of(b, path)
         if same(first, second):
             equal.append([path, show(first)])
         else:
-            pair = show_pair(first, second, 24)
+            pair = _pair(first, second, 24)
             different.append([path, *pair, _guard(path, judged.get(path), comparison)])
-    parts = ["No setting differs."]
+    parts: list[Block] = [paragraph("No setting differs.")]
     if different:
         parts = [table(["setting", "A", "B", "judged by"], different)]
-    parts += [
-        f"<details><summary>{len(equal)} settings are equal</summary>",
-        table(["setting", "both"], equal),
-        "</details>",
-    ]
-    return "\n\n".join(parts)
+    both = table(["setting", "both"], equal)
+    return [*parts, Fold(f"{len(equal)} settings are equal", (both,))]
 
 
-def runs(comparison: Comparison) -> str:
+def runs(comparison: Comparison) -> list[Block]:
     """Who the two runs are: facts that are shown and not judged among them."""
     first, second = comparison.a, comparison.b
     described = [
@@ -149,10 +161,10 @@ def runs(comparison: Comparison) -> str:
     keys = dict.fromkeys(key for one in described for key in one)
     rows = [[key, *(one.get(key, "-") for one in described)] for key in keys]
     rows = [row for row in rows if row[1:] != ["-", "-"]]
-    return table(["", "A", "B"], rows)
+    return [table(["", "A", "B"], rows)]
 
 
-def reproduce(comparison: Comparison) -> str:
+def reproduce(comparison: Comparison) -> list[Block]:
     """The commands from install to this report."""
     lines = ["python3 -m venv .venv && . .venv/bin/activate"]
     lines += ["pip install -c constraints.txt -e '.[sample]'"]
@@ -165,9 +177,11 @@ def reproduce(comparison: Comparison) -> str:
         words = run_words(side.record)
         lines.append(" ".join(["wb run", *map(_quote, words)]))
     lines.append(_compare_command(comparison, comparison.b.record.name, with_allow=True))
-    specs = "What SPEC was is in the run's `run_config.json`, under `spec`."
-    unknown = any(run_words(side.record) == ["SPEC"] for side in _sides(comparison))
-    return block(lines) + (f"\n\n{specs}" if unknown else "")
+    parts: list[Block] = [Commands(tuple(lines))]
+    if any(run_words(side.record) == ["SPEC"] for side in _sides(comparison)):
+        where = (Code("run_config.json"), ", under ", Code("spec"))
+        parts.append(paragraph("What SPEC was is in the run's ", *where, "."))
+    return parts
 
 
 def remedies(comparison: Comparison) -> dict[str, str]:
@@ -199,18 +213,29 @@ def _compare_command(comparison: Comparison, second: str, *, with_allow: bool) -
     return " ".join(["wb compare", _quote(comparison.a.record.name), _quote(second), *words])
 
 
-def _sentences(comparison: Comparison) -> list[str]:
+def _sentences(comparison: Comparison) -> list[Words]:
     said = remedies(comparison)
-    lines = []
+    lines: list[Words] = []
     for ruling in comparison.judgement.rules:
         effective = any(ruling.effects.values())
         if ruling.outcome == "match" and not effective:
             continue
-        line = f"- **{ruling.rule}** {ruling.outcome}: {text(why(ruling))}."
+        line = f" {ruling.outcome}: {why(ruling)}."
         if ruling.rule in said:
-            line += f" Remedy: {text(said[ruling.rule])}."
-        lines.append(line)
+            line += f" Remedy: {said[ruling.rule]}."
+        lines.append((Strong(ruling.rule), line))
     return lines
+
+
+def _outcome(ruling: Ruling) -> Cell:
+    worst = ruling.over(CLAIMS)
+    return ruling.outcome if worst == "comparable" else Badge(ruling.outcome, worst)
+
+
+def _pair(a: Any, b: Any, width: int) -> tuple[Brief, Brief]:
+    """Two values, in short so that their difference can be seen in `width` characters."""
+    short, whole = show_pair(a, b, width), show_pair(a, b, _LONGEST_VALUE)
+    return Brief(short[0], whole[0]), Brief(short[1], whole[1])
 
 
 def _representative(ruling: Ruling) -> Leaf | None:
@@ -255,6 +280,9 @@ def _description(side: Side, facts: Facts) -> dict[str, str]:
         "hours": "-" if hours is None else f"{hours:.2f}",
         "commit": commit,
         "sources": code_facts.package_sha256,
+        "spec": record.spec_sha256,
+        "training text": record.effective.data.train_sha256,
+        "tokenizer": record.effective.tokenizer.sha256,
         "version": code_facts.version,
         "device": hardware.device_name,
         "torch": hardware.torch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from workbench.compare.markdown import text
+from workbench.compare.document import Badge, Block, Inline, Paragraph, Strong, paragraph
 from workbench.compare.numbers import written
 from workbench.compare.pair import Comparison, refusing
 from workbench.compare.results import BOOTSTRAP_SEED, Number
@@ -28,7 +28,7 @@ ONE_RUN = "One run per arm says nothing about the spread between runs, so no win
 
 def title(comparison: Comparison) -> str:
     """The two names and the verdict on each claim asked for; a refusal in capitals."""
-    first, second = (text(name) for name in comparison.names)
+    first, second = comparison.names
     verdicts: dict[str, list[str]] = {}
     for claim in comparison.asked:
         verdicts.setdefault(comparison.judgement.claims[claim], []).append(claim)
@@ -41,14 +41,20 @@ def title(comparison: Comparison) -> str:
 
 def verdicts_line(judgement: Judgement) -> str:
     """Every claim with its verdict and the rules behind it."""
-    parts = []
+    return " · ".join("".join(said) for said in _verdicts(judgement).values())
+
+
+def _verdicts(judgement: Judgement) -> dict[Claim, tuple[str, ...]]:
+    """Claim -> its verdict, and the rules behind it where it is not comparable."""
+    found: dict[Claim, tuple[str, ...]] = {}
     for claim in CLAIMS:
         verdict = judgement.claims[claim]
         rules = ", ".join(
             ruling.rule for ruling in judgement.rules if ruling.over([claim]) == verdict
         )
-        parts.append(f"{claim} {verdict}" + ("" if verdict == "comparable" else f" ({rules})"))
-    return " · ".join(parts)
+        why = () if verdict == "comparable" else (f" ({rules})",)
+        found[claim] = (f"{claim} {verdict}", *why)
+    return found
 
 
 def main_number(comparison: Comparison) -> tuple[str, Number] | None:
@@ -114,28 +120,39 @@ def noise_sentence(comparison: Comparison) -> str:
     return ONE_RUN if timed else ONE_SEED
 
 
-def headline(comparison: Comparison) -> str:
-    """The opening paragraphs of a report."""
-    line = f"Verdicts: {text(verdicts_line(comparison.judgement))}"
+def verdicts(judgement: Judgement) -> Paragraph:
+    """Every claim with its verdict and the rules behind it."""
+    parts: list[Inline] = []
+    for claim, said in _verdicts(judgement).items():
+        parts += [" " if parts else "", Badge(said[0], judgement.claims[claim]), *said[1:]]
+    return paragraph(*parts)
+
+
+def headline(comparison: Comparison) -> list[Block]:
+    """The opening paragraphs of a report: what came out, how sure it is, what it leaves open."""
     if comparison.results is None:
-        return line
-    sentences = [
-        f"**{text(number_sentence(comparison))}**",
-        text(interval_sentence(comparison)),
-        f"**{text(noise_sentence(comparison))}**",
+        return []
+    between = interval_sentence(comparison)
+    return [
+        paragraph(
+            Strong(number_sentence(comparison)),
+            f" {between} " if between else " ",
+            Strong(noise_sentence(comparison)),
+        )
     ]
-    return line + "\n\n" + " ".join(sentence for sentence in sentences if sentence)
 
 
-def statement(comparison: Comparison) -> str:
+def statement(comparison: Comparison) -> list[Block]:
     """How the intervals were made, and what they do not cover."""
     numbers = comparison.results.numbers if comparison.results else {}
     if not any(number.documents for number in numbers.values()):
-        return ""
-    return (
-        f"The intervals draw whole documents with replacement ({DRAWS:,} draws at the point"
-        " compared), both runs together, weighted by their tokens; the generator's seed is"
-        f" {BOOTSTRAP_SEED}. They say how far the difference depends on which documents were"
-        " drawn, for these two trained models. They do not cover the seed (initial weights and"
-        " order), other text, another budget, or how well either arm was tuned."
-    )
+        return []
+    return [
+        paragraph(
+            f"The intervals draw whole documents with replacement ({DRAWS:,} draws at the point"
+            " compared), both runs together, weighted by their tokens; the generator's seed is"
+            f" {BOOTSTRAP_SEED}. They say how far the difference depends on which documents were"
+            " drawn, for these two trained models. They do not cover the seed (initial weights and"
+            " order), other text, another budget, or how well either arm was tuned."
+        )
+    ]
