@@ -440,7 +440,7 @@ def test_an_allowed_one_has_no_difference_in_any_form(runs: Path, tmp_path: Path
         assert word not in said
     report = write_report(comparison, tmp_path / "reports").report
     assert report is not None
-    document = json.loads((report / "comparison.json").read_text())
+    document = json.loads((report / "results.json").read_text())
     curve = document["series"]["held_out/nll"]
     assert [value is None for value in curve["difference"]] == [False] * 3 + [True, False, True]
     rows = [

@@ -301,7 +301,7 @@ def test_random_ids_have_no_bits_per_byte(runs: Runs) -> None:
 def wb(runs: Runs, capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
     """`wb compare --json` in this process: exit code and document."""
     monkeypatch.setenv("WB_HOME", str(runs.store.home))
-    monkeypatch.setattr("workbench.compare.report.draw", lambda *_: [])
+    monkeypatch.setattr("workbench.compare.report.draw", lambda *_: {})
     code = cli._guarded(["compare", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.compare import Comparison, compare_runs, write_report
+from workbench.compare.figures import draw
 from workbench.compare.markdown import WIDTH, block, code, table, text
 from workbench.compare.numbers import write, write_interval, written
-from workbench.compare.plots import draw
 from workbench.compare.report import render_markdown
 from workbench.compare.results import Documents, Number
 from workbench.compare.words import show, show_pair
@@ -63,15 +63,25 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
     assert comparison.report is not None
     assert re.fullmatch(r"base--mha--[0-9a-f]{8}", comparison.report.name)
     assert sorted(path.name for path in comparison.report.iterdir()) == [
-        "comparison.json",
-        "curves.png",
+        "curves-held_out.png",
+        "curves-train.png",
+        "curves-train_split.png",
+        "difference-train_split.png",
         "difference.png",
+        "documents.png",
+        "memory.png",
+        "report.html",
         "report.md",
+        "results.json",
+        "throughput.png",
     ]
     markdown = (comparison.report / "report.md").read_text()
     headings = [line for line in markdown.splitlines() if line.startswith("#")]
     assert headings == [
         "# base against mha: comparable for nll",
+        "## Numbers",
+        "## Curves and documents",
+        "## Throughput and memory",
         "## Checklist",
         "## Held out",
         "## What differs",
@@ -79,8 +89,9 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
         "## Reproduce",
     ]
     order = [
-        "treatment: model (declared) · overrides: none",
-        "ruleset 1",
+        "treatment: model (declared)",
+        "overrides: none",
+        "ruleset: 1",
         "**At 1,024,000 tokens the held_out/nll of mha is 0.0",
         "95 % interval over 12 documents",
         "One seed per arm says nothing about seed noise",
@@ -89,7 +100,9 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
         "never trained on",
         "repeatable, not held out",
         "They do not cover the seed",
-        "](curves.png)",
+        "](curves-held_out.png)",
+        "](documents.png)",
+        "](throughput.png)",
         "## Checklist",
         "| model      | studied | f f f f |",
         "## Held out",
@@ -98,7 +111,7 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
     assert places == sorted(places)
     assert all(len(line) <= WIDTH for line in tables_of(markdown))
     assert "wb compare base mha --treatment model" in markdown
-    document = json.loads((comparison.report / "comparison.json").read_text())
+    document = json.loads((comparison.report / "results.json").read_text())
     assert document["report"] == str(comparison.report)
     assert document["series"]["held_out/nll"]["tokens"][-1] == 1_024_000
 
@@ -116,8 +129,9 @@ def test_a_refused_pair_shows_no_number_no_winner_no_plot(runs: Path, tmp_path: 
     comparison = write_report(compared(runs, "seed"), tmp_path)
     assert comparison.report is not None
     assert sorted(path.name for path in comparison.report.iterdir()) == [
-        "comparison.json",
+        "report.html",
         "report.md",
+        "results.json",
     ]
     markdown = (comparison.report / "report.md").read_text()
     assert markdown.startswith("# base against seed: REFUSED for nll\n")
@@ -131,7 +145,7 @@ def test_a_refused_pair_shows_no_number_no_winner_no_plot(runs: Path, tmp_path: 
         "| seeds      | differs | R R - - |",
     ):
         assert words in markdown
-    assert json.loads((comparison.report / "comparison.json").read_text())["series"] == {}
+    assert json.loads((comparison.report / "results.json").read_text())["series"] == {}
 
 
 def test_a_refused_claim_blanks_its_own_number_only(runs: Path) -> None:
@@ -146,8 +160,8 @@ def test_an_override_stands_in_the_title_block(runs: Path) -> None:
     comparison = compared(runs, "seed", allow={"seeds": "a *deliberate* A/A look"})
     markdown = render_markdown(comparison)
     assert markdown.startswith("# base against seed: flagged for nll")
-    assert "overrides: seeds" in markdown
-    assert "- **override** of `seeds`: a \\*deliberate\\* A/A look" in markdown
+    assert "override: `seeds`: a \\*deliberate\\* A/A look" in markdown
+    assert markdown.index("override: ") < markdown.index("**At 1,024,000 tokens")
     assert "'seeds=a *deliberate* A/A look'" in markdown  # in the command that reproduces it
 
 
@@ -191,9 +205,9 @@ def test_what_is_not_its_own_report_is_never_touched(
     folder = write_report(comparison, tmp_path).report
     assert folder is not None
     data = {"nothing": None, "other": '{"key": "x"}', "garbage": "["}[found]
-    (folder / "comparison.json").unlink()
+    (folder / "results.json").unlink()
     if data is not None:
-        (folder / "comparison.json").write_text(data)
+        (folder / "results.json").write_text(data)
     (folder / "report.md").write_text("mine")
     with pytest.raises(UserError, match="left alone"):
         write_report(comparison, tmp_path)
@@ -321,6 +335,8 @@ def test_figures_of_bits_per_byte_where_nll_is_refused(tmp_path: Path, runs: Pat
     effective["tokenizer"]["sha256"] = "other"
     folder = write_run(tmp_path / "other", full_record("other", effective=effective))
     comparison = compare_runs(runs / "base", folder, claims=["bpb"])
-    assert draw(comparison, tmp_path) == ["difference.png", "curves.png"]
+    drawn = draw(comparison, tmp_path)
+    assert drawn["answer"].figures[0].file == "difference.png"
+    assert "bits/byte" in drawn["curves"].figures[0].alt
     assert "held_out/bits\\_per\\_byte" not in render_markdown(comparison)
     assert "in bits/byte" in render_markdown(comparison)

@@ -63,10 +63,10 @@ def _answer(comparison: Comparison, results: Results, folder: Path) -> list[Figu
     score = score_of(results)
     if score is None:
         return []
-    found = []
+    found: list[Figure] = []
     for name, series in series_of(results, score).items():
         values = [math.nan if value is None else value for value in series.difference]
-        intervals = [one and one.interval for one in series.documents]
+        intervals = [None if one is None else one.interval for one in series.documents]
         counted = next((one.n for one in reversed(series.documents) if one), 0)
         between = f"95 % interval over {counted:,} documents, these two runs alone"
         figure = plots.difference(
@@ -76,6 +76,7 @@ def _answer(comparison: Comparison, results: Results, folder: Path) -> list[Figu
             axis=plots.AXES[score],
             title=f"{_titled(name)}\nbelow zero: B is lower, which is better",
             between=between,
+            size=plots.HALF if found else plots.WIDE,
         )
         metric = f"{name}/{score}"
         alt = _difference_words(metric, series, results.numbers[metric])
@@ -165,7 +166,7 @@ def _documents(results: Results, folder: Path) -> list[Figure]:
     if not np.isfinite(change).all():
         return []
     number = results.numbers[pairs.metric]
-    interval = number.documents and number.documents.interval
+    interval = None if number.documents is None else number.documents.interval
     name, _, score = pairs.metric.rpartition("/")
     figure = plots.documents(
         pairs.a,
@@ -200,7 +201,8 @@ def _cost(comparison: Comparison, results: Results, folder: Path) -> list[Figure
             continue
         paces = results.details.paces if name == "tokens_per_s" else ((), ())
         spans = [_span(pace) for pace in paces]
-        said = [write(name, value, size=max(values)) for value in values]
+        unit = "" if name == "peak_memory_bytes" else f" {number.unit}"
+        said = [write(name, value, size=max(values)) + unit for value in values]
         figure = plots.bars(
             labels,
             [value * scale for value in values],

@@ -13,13 +13,15 @@ from xml.etree.ElementTree import Element, SubElement
 
 from workbench.compare import document as doc
 
+_SHORT = 28  # characters of a cell that is not broken into lines
+
 # Even if markup came in, a browser would load and run nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 _STYLE = """
 :root { color-scheme: light; --ink: #1a1a1a; --soft: #5a5a5a; --line: #d5d5d5; --shade: #f6f6f4; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 68rem; background: #fff;
+body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 72rem; background: #fff;
   color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans",
   sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem; }
@@ -42,14 +44,15 @@ th, td { padding: .3rem .7rem; text-align: left; vertical-align: top; overflow-w
   border-bottom: 1px solid var(--line); }
 td { max-width: 24rem; overflow-wrap: break-word; }
 th { border-bottom-color: var(--ink); }
+.short { white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .badge { padding: 0 .45rem; border: 1px solid currentColor; border-radius: .25rem;
   font-weight: 600; white-space: nowrap; }
 .comparable { color: #14532d; background: #e8f5ec; }
 .flagged { color: #6b4400; background: #fff4d6; border-style: dashed; }
 .refused { color: #fff; background: #8b1a1a; }
-.figures { display: flex; flex-wrap: wrap; gap: 0 2rem; }
-figure { flex: 0 1 auto; max-width: 100%; }
+.figures { display: flex; flex-wrap: wrap; gap: 0 1.5rem; }
+figure { flex: none; margin: .75rem 0; max-width: 100%; }
 img { display: block; max-width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .875rem; line-height: 1.45; }
 summary { cursor: pointer; color: var(--soft); }
@@ -132,16 +135,20 @@ def _table(parent: Element, one: doc.Table) -> None:
     for row in one.rows:
         line = SubElement(body, "tr")
         for index, value in enumerate(row):
-            cell = SubElement(line, "td", _cell_class(index >= first_number))
-            _words(cell, (value.whole if isinstance(value, doc.Brief) else value,))
+            whole = value.whole if isinstance(value, doc.Brief) else value
+            short = isinstance(whole, str) and len(whole) <= _SHORT
+            cell = SubElement(line, "td", _cell_class(index >= first_number, short))
+            _words(cell, (whole,))
 
 
-def _cell_class(number: bool) -> dict[str, str]:
-    return {"class": "number"} if number else {}
+def _cell_class(number: bool, short: bool = False) -> dict[str, str]:
+    if number or short:
+        return {"class": "number" if number else "short"}
+    return {}
 
 
 def _figure(parent: Element, one: doc.Figure, folder: Path) -> None:
-    figure = SubElement(parent, "figure")
+    figure = SubElement(parent, "figure", {"style": f"width: {one.size[0]}px"})
     data = base64.b64encode((folder / one.file).read_bytes()).decode("ascii")
     width, height = map(str, one.size)
     source = {"src": f"data:image/png;base64,{data}", "width": width, "height": height}

@@ -22,8 +22,8 @@ from workbench.compare.stats import Floats
 Interval = tuple[float, float]
 Points = Sequence[float]
 
-WIDE, HALF = (6.6, 3.9), (5.0, 3.5)  # inches
-DOTS = 200  # of the file, an inch
+WIDE, HALF = (6.2, 3.9), (4.6, 3.5)  # inches
+DOTS = 170  # of the file, an inch
 _PIXELS = 100  # of a page, an inch
 
 # Of Okabe and Ito's palette, in an order of unequal lightness: distinct for every kind of colour
@@ -70,17 +70,18 @@ def difference(
     title: str,
     between: str,
     names: tuple[str, str] = ("A", "B"),
+    size: tuple[float, float] = WIDE,
 ) -> Any:
     """The difference of two arms over training with its interval and the zero line; beside it the
-    last point on a scale of its own, since the first ones are often much larger."""
-    figure = _figure(WIDE)
+    last point on a scale of its own, which the first ones, often much larger, would hide."""
+    figure = _figure(size)
     alone = len(tokens) < 2
-    grid = figure.add_gridspec(1, 1 if alone else 2, width_ratios=[1] if alone else [3.4, 1])
+    grid = figure.add_gridspec(1, 1 if alone else 2, width_ratios=[1] if alone else [3, 1])
     axes = figure.add_subplot(grid[0])
     _difference_over(axes, tokens, values, intervals, between)
     axes.set_xlabel("tokens trained on")
     axes.set_ylabel(f"{names[1]} - {names[0]}, {axis}")
-    axes.set_title(title, loc="left")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     _tidy(axes)
     handles, labels = axes.get_legend_handles_labels()
     if not alone:
@@ -88,7 +89,7 @@ def difference(
         _difference_over(last, [0], values[-1:], intervals[-1:], between)
         last.set_xlim(-1, 1)
         last.set_xticks([0], [_count(tokens[-1])])
-        last.set_title("the last point,\nits own scale", loc="left", fontsize=9)
+        last.set_title("last point", fontsize=9)
         last.yaxis.tick_right()
         _tidy(last, tokens=False)
     figure.legend(handles, labels, loc="outside lower center", ncols=1, frameon=False, fontsize=9)
@@ -185,7 +186,7 @@ def bars(
     furthest = [
         max(value, span[1] if span else value) for value, span in zip(values, spans, strict=True)
     ]
-    for row, (value, span) in enumerate(zip(values, spans, strict=True)):
+    for row, span in enumerate(spans):
         if span is not None:
             axes.errorbar(
                 [(span[0] + span[1]) / 2],
@@ -272,8 +273,10 @@ def styled() -> Iterator[None]:
     as boxes without a word, and no text is taken for mathematics."""
     import matplotlib
 
-    settings: dict[str, Any] = {"text.parse_math": False, "font.size": 10, "axes.titlesize": 10}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
+    with (
+        matplotlib.rc_context({"text.parse_math": False, "font.size": 10, "axes.titlesize": 10}),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", "Glyph .* missing")
         yield
 

@@ -83,21 +83,18 @@ def compose(
         verdicts(comparison.judgement),
     ]
 
-    def show(place: str) -> None:
-        if place in figures:
-            blocks.append(figures[place])
-
     if comparison.results is None:
         blocks += _what_to_do(comparison)
     else:
         blocks += headline(comparison)
-        show("answer")
-        blocks += [*sections.numbers(comparison), *statement(comparison)]
+        blocks += _shown(figures, "", "answer")
+        blocks += [Heading("Numbers"), *sections.numbers(comparison), *statement(comparison)]
         blocks += sections.evaluations(comparison)
-        for place in ("curves", "documents", "cost", "routes"):
-            show(place)
+        blocks += _shown(figures, "Curves and documents", "curves", "documents")
+        blocks += _shown(figures, "Throughput and memory", "cost")
+        blocks += _shown(figures, "Routes to the experts", "routes")
         if comparison.verdict == "refused":
-            blocks += _what_to_do(comparison)
+            blocks += [Heading("What is refused"), *_what_to_do(comparison)]
     record_of = {"A": comparison.a.record, "B": comparison.b.record}
     for heading, section in (
         ("Checklist", sections.checklist(comparison)),
@@ -108,6 +105,14 @@ def compose(
     ):
         blocks += [Heading(heading), *section]
     return blocks
+
+
+def _shown(figures: Mapping[str, Figures], heading: str, *places: str) -> list[Block]:
+    """The figures of these places under their heading; nothing where there are none."""
+    found = [one for place in places if place in figures for one in figures[place].figures]
+    if not found:
+        return []
+    return [*([Heading(heading)] if heading else []), Figures(tuple(found))]
 
 
 def render_markdown(comparison: Comparison, *, today: datetime | None = None) -> str:

@@ -14,6 +14,7 @@ from workbench.compare.document import (
     Code,
     Commands,
     Fold,
+    Inline,
     Strong,
     Words,
     bullets,
@@ -53,16 +54,17 @@ def numbers(comparison: Comparison) -> list[Block]:
     """Every number of both runs, and a list of what each is."""
     assert comparison.results is not None
     rows: list[list[str]] = []
-    notes: list[Words] = []
+    notes: dict[str, list[Inline]] = {}  # what is said -> the numbers that it is said of
     for name, number in comparison.results.numbers.items():
-        unit = "" if number.unit == "1" else f" ({number.unit})"
         rows.append([name, *written(name, number)])
+        unit = "" if number.unit == "1" else f" ({number.unit})"
         note = f" Blank here: {number.blank}." if number.blank else ""
         if number.no_interval:
             note = f" No interval: {number.no_interval}."
-        notes.append((Code(name), f"{unit}: {number.what}.{note}"))
+        names = notes.setdefault(f": {number.what}.{note}", [])
+        names += [", " if names else "", Code(name), unit]
     head = ["number", "A", "B", "B - A", "95 % over documents"]
-    return [table(head, rows, numbers=4), bullets(notes)]
+    return [table(head, rows, numbers=4), bullets((*names, said) for said, names in notes.items())]
 
 
 def evaluations(comparison: Comparison) -> list[Block]:

@@ -124,7 +124,7 @@ def verdicts(judgement: Judgement) -> Paragraph:
     """Every claim with its verdict and the rules behind it."""
     parts: list[Inline] = []
     for claim, said in _verdicts(judgement).items():
-        parts += [" " if parts else "", Badge(said[0], judgement.claims[claim]), *said[1:]]
+        parts += [" · " if parts else "", Badge(said[0], judgement.claims[claim]), *said[1:]]
     return paragraph(*parts)
 
 
