@@ -155,6 +155,12 @@ def overlap(
     vocab_size: Annotated[
         int | None, typer.Option(min=1, help="Number of ids, where a shard does not say it.")
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of shards that do not say it.")
+    ] = None,
+    tokenizer_path: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rank file of tokenizer `file`.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
@@ -164,9 +170,12 @@ def overlap(
     prepare_process()
     from workbench.core.data.overlap import Settings
     from workbench.core.data.overlap_check import Reading, overlap_of
+    from workbench.track.store import Store
 
-    reading = Reading(text_field, text_unit.value, format.value, vocab_size)
-    found = overlap_of(training, evaluation, reading, Settings(ngram, document_share, limit))
+    given = (vocab_size, tokenizer, tokenizer_path)
+    reading = Reading(text_field, text_unit.value, format.value, *given)
+    settings, cache = Settings(ngram, document_share, limit), Store().home / "cache/tiktoken"
+    found = overlap_of(training, evaluation, reading, settings, cache)
     code = 0 if found["status"] == "held_out" else 3
     return Answer(found if as_json else _overlap_page(found), code)
 
@@ -180,6 +189,7 @@ def _overlap_page(found: dict[str, Any]) -> str:
         "status": found["status"],
         "n-grams": f"{counted['ngrams']:,}, of which {counted['ngrams_in_training']:,} stand in "
         f"TRAIN: {100 * counted['share']:.3g} % ({counted['method']})",
+        "of": counted["measured_on"],
         "overlapping": f"{counted['overlapping_documents']:,} of {found['documents']:,} "
         f"({found['unit']}), {counted[f'overlapping_{size}']:,} of {found[size]:,} {size}",
         "copies": f"{counted['copies']:,} stand in TRAIN as a whole",

@@ -13,7 +13,9 @@ from workbench.core.data.corpus import text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.evaluation_sets import facts_of, from_spans
 from workbench.core.data.overlap import Passages
+from workbench.core.data.shard_tokenizer import BY_SHARDS
 from workbench.core.data.split import every_document
+from workbench.core.data.token_data import tokenizer_by_shards
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 from workbench.core.device import DeviceName, make_deterministic
 from workbench.core.downstream import TaskScore, read_task, score_task, write_items
@@ -232,6 +234,12 @@ def _tokenizer(record: RunRecord, loaded: LoadedModel, store: Store) -> Tokenize
     if name is None or not isinstance(wanted.sha256, str):
         message = "text cannot be encoded as the run's was: its tokenizer is not known"
         raise UserError.at(f"{record.name}: effective.tokenizer", message, name)
+    if wanted.sha256.startswith(BY_SHARDS):
+        found = tokenizer_by_shards(loaded.spec, store.home, wanted.sha256)
+        if isinstance(found, str):
+            message = f"text cannot be encoded as the run's was: {found}"
+            raise UserError.at(f"{record.name}: effective.tokenizer", message, name)
+        return found
     tokenizer = load_tokenizer(name, spec.path, store.cache / "tiktoken")
     if tokenizer.content_sha256 != wanted.sha256:
         message = f"the tokenizer {name!r} is not the one the run was trained with"

@@ -63,7 +63,8 @@ def held_out_section(records: Mapping[str, RunRecord]) -> list[Block]:
             share = percent(found.get("share"))
             rows.append([label, logged, str(facts.status), share, over, copies])
             if isinstance(facts.overlap_rule, str):
-                notes[f"{facts.overlap_rule} ({found.get('method')})"] = None
+                how = [found[key] for key in ("method", "measured_on") if key in found]
+                notes[f"{facts.overlap_rule} ({'; '.join(map(str, how))})"] = None
             if classes := histogram_words(facts.measured):
                 histograms.append(f"{label}, {logged}: {classes}")
     if not rows:

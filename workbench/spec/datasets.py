@@ -115,20 +115,11 @@ def available_sets(data: dict[str, Any]) -> list[str]:
 def data_faults(spec: RunSpec) -> list[Fault]:
     """What the sections `data`, `tokenizer` and `evaluation` cannot be together."""
     return [
-        *_unbuilt_faults(spec.data),
         *_field_faults(spec.data),
         *_path_faults(spec.data),
         *_tokenizer_faults(spec),
         *_set_faults(spec),
     ]
-
-
-def _unbuilt_faults(data: DataSpec) -> Iterator[Fault]:
-    """What the spec has names for and no run can have yet: refused, never ignored."""
-    if data.held_out and data.dataset == "tokens":
-        names = [one.name for one in data.held_out]
-        message = "text beside token shards is not built yet"
-        yield Fault("data.held_out", message, names, UNSET)
 
 
 def _field_faults(data: DataSpec) -> Iterator[Fault]:

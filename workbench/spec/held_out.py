@@ -76,10 +76,12 @@ def overlap_words(overlap: object, documents: int | None) -> str:
             f" {documents} documents overlap {consumed}, in which {percent(overlap.get('share'))}"
             " of all n-grams stand"
         )
-    return (
+    said = (
         f"{overlap.get('overlapping_documents')} of {documents} documents overlap the training"
         f" text, in which {percent(overlap.get('share'))} of all n-grams stand"
     )
+    measured_on = str(overlap.get("measured_on", ""))
+    return f"{said}, measured on {measured_on}" if measured_on.startswith("token ids") else said
 
 
 def histogram_words(overlap: object) -> str:

@@ -28,7 +28,7 @@ def write(path: Path, documents: list[str]) -> str:
 
 
 def shard(path: Path, documents: list[list[int]], named: bool = True) -> str:
-    with ShardWriter(path, tokenizer="bytes", vocab_size=60_001, eod_id=60_000) as writer:
+    with ShardWriter(path, tokenizer="none", vocab_size=60_001, eod_id=60_000) as writer:
         for ids in documents:
             digest = np.array(ids, "<u4").tobytes()[:32].ljust(32, b"\0")
             writer.append(np.array(ids), len(ids), digest)
@@ -40,7 +40,7 @@ def shard(path: Path, documents: list[list[int]], named: bool = True) -> str:
 
 
 def check(one: str, other: str, **settings: Any) -> dict[str, Any]:
-    return overlap_of(one, other, Reading(), Settings(**settings))
+    return overlap_of(one, other, Reading(), Settings(**settings), Path("unused"))
 
 
 def test_text_beside_text(tmp_path: Path) -> None:
@@ -73,16 +73,27 @@ def test_a_shard_beside_a_shard(tmp_path: Path) -> None:
     assert (counted["copies"], counted["ngrams_in_training"]) == (1, 38)
     assert counted["overlapping_tokens"] == 50
     assert found["overlap_rule"].startswith("n-grams of 13 tokens")
+    assert counted["measured_on"].startswith("token ids: the tokenizer 'none' is not here")
     assert check(one, shard(tmp_path / "c", fresh))["status"] == "held_out"
     blocks = check(one, shard(tmp_path / "d", [train[4] * 30, *fresh], named=False))
     assert (blocks["unit"], blocks["documents"]) == ("block of 1024 tokens", 2)
     assert blocks["status"] == "contaminated"
 
 
-def test_text_beside_a_shard_has_no_measure(tmp_path: Path) -> None:
+def test_text_beside_ids_that_nothing_decodes_has_no_measure(tmp_path: Path) -> None:
     text, ids = write(tmp_path / "a.txt", texts(3, 0)), shard(tmp_path / "s", [[1, 2, 3]])
-    with pytest.raises(DataError, match="EVAL: one is text and the other a token shard"):
+    with pytest.raises(
+        DataError, match=r"EVAL: is a token shard beside text, .*'none' is not here"
+    ):
         check(text, ids)
+    with pytest.raises(DataError, match=r"TRAIN: is a token shard beside text"):
+        check(ids, text)
+    other = tmp_path / "o"
+    with ShardWriter(other, tokenizer="some", vocab_size=60_001) as writer:
+        writer.append(np.arange(20))
+        writer.finish()
+    with pytest.raises(DataError, match=r"EVAL: ids of another tokenizer \(tokenizer\)"):
+        check(ids, str(other))
     with pytest.raises(DataError, match="TRAIN: no such file"):
         check(str(tmp_path / "none.txt"), text)
 
@@ -94,6 +105,7 @@ def test_the_command(tmp_path: Path) -> None:
     page = " ".join(done.return_value.content.split())
     assert done.return_value.exit_code == 0
     assert page.startswith("status held_out n-grams 560, of which 0 stand in TRAIN: 0 %")
+    assert " of words of the text " in page
     assert "0 20 ####" in page
     arguments = ["overlap", one, one, "--json"]
     answer = CliRunner().invoke(app, arguments, standalone_mode=False).return_value

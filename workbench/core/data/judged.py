@@ -10,7 +10,6 @@ import numpy as np
 
 from workbench.core.data.evaluation_sets import EvaluationSet
 from workbench.core.data.overlap import (
-    Overlap,
     Passages,
     Settings,
     measured,
@@ -83,12 +82,8 @@ def judge(
         StoreError: the cache cannot be written.
     """
     found = measured(passages, training, settings.ngram, cache_dir)
-    return named(one, found.first(len(one.documents)), settings, passages.unit)
-
-
-def named(one: EvaluationSet, found: Overlap, settings: Settings, unit: str) -> JudgedSet:
-    """The set of M documents under the name that its measured overlap [M] gives it."""
-    counts = [np.count_nonzero(ids != one.eod_id) for ids in one.documents]
-    status, facts, rule = outcome(found, np.array(counts, np.int64), settings, unit)
+    found = found.first(len(one.documents))
+    counts = np.array([np.count_nonzero(ids != one.eod_id) for ids in one.documents], np.int64)
+    status, facts, rule = outcome(found, counts, settings, passages.unit, passages.measured_on)
     logged = replace(one, name=logged_name(one.name, status), clean=~overlapping(found, settings))
     return JudgedSet(logged, {"status": status, "overlap": facts, "overlap_rule": rule})

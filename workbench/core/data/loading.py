@@ -17,18 +17,20 @@ from workbench.core.data.corpus import Corpus, sample_corpus, text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import EvaluationSet, facts_of, from_spans
+from workbench.core.data.further_sets import from_files, some_of
 from workbench.core.data.judged import JudgedSet, judge, of_training, passing, settings_of, unproven
+from workbench.core.data.ngrams import whole
 from workbench.core.data.overlap import Passages
-from workbench.core.data.passages import passages_of_documents
 from workbench.core.data.passing import Watched
+from workbench.core.data.shard_split import NOT_DECODED
 from workbench.core.data.shard_tokenizer import (
     Vocabulary,
     tokenizer_of_shard,
     vocab_size_of_shard,
 )
-from workbench.core.data.split import BLOCK_TOKENS, Spans, Split, every_document, split_corpus
-from workbench.core.data.token_data import NOT_DECODED, load_shards
-from workbench.core.data.tokenizer import Ids, Tokenizer, load_tokenizer
+from workbench.core.data.split import BLOCK_TOKENS, Split, split_corpus
+from workbench.core.data.token_data import load_shards
+from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from workbench.spec.run import RunSpec
@@ -128,17 +130,17 @@ def _from_corpus(
     sets: dict[str, JudgedSet] = {}
     for name in spec.evaluation.sets:
         if name == "train_split":
-            spans = _some(split.train_split, spec)
+            spans = some_of(split.train_split, spec)
             sets[name] = of_training(from_spans(name, split.tokens, spans, tokenizer.eod_id))
             continue
         if name == "held_out":
             tokens, spans, passages = split.tokens, split.held_out, split.held_out_passages
         else:
-            tokens, spans, passages = _from_files(spec, name, tokenizer, cache)
+            tokens, spans, passages = from_files(spec, name, tokenizer, cache)
         if not len(spans):
             problem = "held_out_ratio 0 leaves no documents to hold out"
             raise DataError.at("evaluation.sets", problem, name, "train_split")
-        one = from_spans(name, tokens, _some(spans, spec), tokenizer.eod_id)
+        one = from_spans(name, tokens, some_of(spans, spec), tokenizer.eod_id)
         sets[name] = judge(one, passages, split.train_passages, settings, overlaps)
     facts = {
         "source": corpus.source,
@@ -153,27 +155,6 @@ def _from_corpus(
     return replace(data, train_passages=split.train_passages)
 
 
-def _from_files(
-    spec: RunSpec, name: str, tokenizer: Tokenizer, cache: Path
-) -> tuple[Ids, Spans, Passages]:
-    """The documents of a further evaluation set: every text of its files once."""
-    data = spec.data
-    number, given = next(
-        (number, one) for number, one in enumerate(data.held_out) if one.set_name == name
-    )
-    unit, place = data.text_unit or "auto", f"data.held_out[{number}].path"
-    corpus = text_corpus(given.path, data.text_field or "text", unit, place)
-    encoded = encode_corpus(corpus, tokenizer, cache / "corpus")
-    spans = every_document(encoded)
-    passages = passages_of_documents(encoded.tokens, spans.ranges, spans.sha256, tokenizer)
-    return encoded.tokens, spans, passages
-
-
-def _some(spans: Spans, spec: RunSpec) -> Spans:
-    """As many documents as the spec evaluates."""
-    return spans.first(spec.evaluation.eval_documents) if spec.evaluation.eval_documents else spans
-
-
 def _from_stream(spec: RunSpec, tokenizer: Tokenizer, store: Path) -> Data:
     """Nobody knows before a stream has passed what of it trains: its sets are unproven."""
     from workbench.core.data.stream_data import load_stream  # with pyarrow: only where it is needed
@@ -181,10 +162,11 @@ def _from_stream(spec: RunSpec, tokenizer: Tokenizer, store: Path) -> Data:
     further: dict[str, Watched] = {}
     for name in spec.evaluation.sets:
         if name not in ("train_split", "held_out"):
-            tokens, spans, passages = _from_files(spec, name, tokenizer, store / "cache")
-            one = from_spans(name, tokens, _some(spans, spec), tokenizer.eod_id)
+            tokens, spans, passages = from_files(spec, name, tokenizer, store / "cache")
+            one = from_spans(name, tokens, some_of(spans, spec), tokenizer.eod_id)
             assert passages.read is not None, "files of text"
-            further[name] = Watched(one, list(islice(passages.read(), len(one.documents))))
+            texts = islice(passages.read(), len(one.documents))
+            further[name] = Watched(one, list(map(whole, texts)))
     found = load_stream(spec, tokenizer, store, further)
     sets = {
         name: of_training(one) if name == "train_split" else passing(one, settings_of(spec.data))

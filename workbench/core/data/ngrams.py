@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -69,6 +69,21 @@ class Ragged:
     def row(self, index: int) -> UInt64:
         """The hashes of one document."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class LongText:
+    """A text that is read in pieces, each of them cut where no word goes on."""
+
+    pieces: Callable[[], Iterator[str]]
+
+
+Text = str | LongText
+
+
+def whole(text: Text) -> str:
+    """All of a text at once."""
+    return text if isinstance(text, str) else "".join(text.pieces())
 
 
 def word_hashes(texts: Sequence[str]) -> Ragged:
@@ -184,7 +199,7 @@ def windows(units: Ragged, n: int) -> Ragged:
     return Ragged(_mixed(values), offsets)
 
 
-def word_batches(texts: Iterable[str], overlap: int) -> Iterator[Ragged]:
+def word_batches(texts: Iterable[Text], overlap: int) -> Iterator[Ragged]:
     """The words of any number of texts, in batches of about `BATCH_CHARACTERS`.
 
     A text longer than that comes in parts, each of them a document that starts with the last
@@ -193,37 +208,49 @@ def word_batches(texts: Iterable[str], overlap: int) -> Iterator[Ragged]:
     yield from (found for _, found in _batches(texts, overlap))
 
 
-def _batches(texts: Iterable[str], overlap: int) -> Iterator[tuple[int, Ragged]]:
+def _batches(texts: Iterable[Text], overlap: int) -> Iterator[tuple[int, Ragged]]:
     """`word_batches`, and how many texts end with each of them: none before the last part of a
     long one."""
     batch: list[str] = []
     characters = 0
     for text in texts:
-        if batch and characters + len(text) > BATCH_CHARACTERS:
+        pieces: Iterator[str] | None = None
+        if isinstance(text, LongText):
+            pieces = (part for piece in text.pieces() for part in _pieces(piece))
+        elif len(text) > BATCH_CHARACTERS:
+            pieces = _pieces(text)
+        size = BATCH_CHARACTERS if isinstance(text, LongText) else len(text)
+        if batch and characters + size > BATCH_CHARACTERS:
             yield len(batch), _hashed(batch)
             batch, characters = [], 0
-        if len(text) > BATCH_CHARACTERS:
-            yield from ((0, part) for part in _long_text(text, overlap))
+        if pieces is not None:
+            yield from ((0, part) for part in _long_text(pieces, overlap))
             yield 1, Ragged(np.zeros(0, np.uint64), np.zeros(2, np.int64))
             continue
+        assert isinstance(text, str)
         batch.append(text)
         characters += len(text)
     if batch:
         yield len(batch), _hashed(batch)
 
 
-def _long_text(text: str, overlap: int) -> Iterator[Ragged]:
+def _long_text(pieces: Iterable[str], overlap: int) -> Iterator[Ragged]:
     carried = np.zeros(0, np.uint64)
+    for piece in pieces:
+        found = _hashed([piece]).values
+        words = np.r_[carried, found]
+        if len(found):
+            yield Ragged(words, np.array([0, len(words)], np.int64))
+        carried = words[max(0, len(words) - overlap) :]
+
+
+def _pieces(text: str) -> Iterator[str]:
     start = 0
     while start < len(text):
         # Cut at a blank: no word, and nothing that NFKC joins, stands on both sides of it.
         blank = _BLANK.search(text, start + BATCH_CHARACTERS)
         end = blank.end() if blank else len(text)
-        found = _hashed([text[start:end]]).values
-        words = np.r_[carried, found]
-        if len(found):
-            yield Ragged(words, np.array([0, len(words)], np.int64))
-        carried = words[max(0, len(words) - overlap) :]
+        yield text[start:end]
         start = end
 
 

@@ -1,6 +1,6 @@
 """How much of an evaluation set stands in the training text: the proof that it is held out.
 
-Measured per document: the share of its n-grams (of words; of token ids where only ids exist) that
+Measured per document: the share of its n-grams (of words; of token ids where no text is known) that
 stand anywhere in the training text, and whether the whole document stands there too (by content
 hash; then the share is 1). An n-gram counts as often as it stands in the document.
 
@@ -41,9 +41,11 @@ from workbench.core.data.ngrams import (
     BATCH_CHARACTERS,
     Int64,
     Ragged,
+    Text,
     UInt64,
     id_hashes,
     ngrams,
+    whole,
     windows,
     word_batches,
     word_hashes,
@@ -57,6 +59,7 @@ FORMAT = "workbench-overlap-v1"
 MOST_KEYS = 16 << 20
 LEAST_WORDS = 8  # of a document that is looked for inside others
 ID_BATCH = 1 << 18
+OF_TEXT = "words of the text"
 
 _Item = TypeVar("_Item", str, Ids)
 Bools = npt.NDArray[np.bool_]
@@ -74,16 +77,18 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Passages:
-    """The text of one side, or its ids where there is no text, to be read any number of times.
+    """The text of one side, or its ids where no text is known, to be read any number of times.
 
     `identity` covers what `read` gives; `content_sha256` [D, 32] are the hashes of whole documents
-    (None: there are none to compare). An id side is read as arrays of ids.
+    (None: there are none to compare). An id side is read as arrays of ids. `measured_on` says for
+    the record what its n-grams are made of, and why where it is not words.
     """
 
     identity: str
     content_sha256: npt.NDArray[np.uint8] | None
-    read: Callable[[], Iterator[str]] | None = None
+    read: Callable[[], Iterator[Text]] | None = None
     read_ids: Callable[[], Iterator[Ids]] | None = None
+    measured_on: str = OF_TEXT
 
     @property
     def unit(self) -> str:
@@ -93,7 +98,7 @@ class Passages:
     def documents(self) -> Iterator[Ragged]:
         """The units of every document, a row each, in batches."""
         if self.read is not None:
-            for batch in _batches(self.read(), BATCH_CHARACTERS):
+            for batch in _batches(map(whole, self.read()), BATCH_CHARACTERS):
                 yield word_hashes(batch)
         elif self.read_ids is not None:
             for some in _batches(self.read_ids(), ID_BATCH):
@@ -191,12 +196,18 @@ def overlapping(found: Overlap, settings: Settings) -> Bools:
 
 
 def outcome(
-    found: Overlap, tokens: Int64, settings: Settings, unit: str = "word"
+    found: Overlap,
+    tokens: Int64,
+    settings: Settings,
+    unit: str = "word",
+    measured_on: str = OF_TEXT,
 ) -> tuple[SetStatus, dict[str, Any], str]:
     """Status, the counts that it rests on, and the rule, as a record holds them.
 
     Args:
         tokens: scored tokens of each document [M].
+        unit: `Passages.unit` of the evaluation side, and
+        measured_on: its `measured_on`.
     """
     which = overlapping(found, settings)
     documents, over = len(which), int(which.sum())
@@ -206,6 +217,7 @@ def outcome(
     method = "every n-gram" if found.rate == 1 else f"a sample: 1 in {round(1 / found.rate)}"
     facts = {
         "method": f"{method}, 64-bit hashes",
+        "measured_on": measured_on,
         "ngrams": looked_up,
         "ngrams_in_training": inside,
         "share": inside / looked_up if looked_up else 0.0,

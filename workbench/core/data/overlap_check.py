@@ -1,7 +1,8 @@
 """Two sources side by side: how much of the one stands in the other, without a run.
 
-Both are text, or both are token shards. What counts beside documents are the tokens of a shard, or
-the UTF-8 bytes of text, which belong to no tokenizer.
+Each is text or a token shard. Of a shard the decoded ids are text; where nothing decodes them, they
+are measured beside another shard of ids alone. What counts beside documents are the tokens of a
+shard, or the UTF-8 bytes of text, which belong to no tokenizer.
 
 Shapes: M documents of the evaluation side, each text once.
 """
@@ -9,7 +10,7 @@ Shapes: M documents of the evaluation side, each text once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from workbench.core.data.corpus import Corpus, TextUnit, text_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.overlap import Passages, Settings, measure, outcome
 from workbench.core.data.passages import passages_of_shard
+from workbench.core.data.shard_tokenizer import tokenizer_of_shards
 from workbench.core.data.shards import TokenShard, open_shard
+from workbench.core.data.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 1024  # stands for a document where boundaries are not known
 SHARD_FILE = "tokens.bin"
@@ -33,6 +36,8 @@ class Reading(NamedTuple):
     text_unit: TextUnit = "auto"
     tokens_format: str = "auto"
     vocab_size: int | None = None
+    tokenizer: str | None = None  # of shards that do not say it
+    tokenizer_path: str | None = None  # of the rank file, for the tokenizer `file`
 
 
 class _Side(NamedTuple):
@@ -42,27 +47,45 @@ class _Side(NamedTuple):
 
 
 def overlap_of(
-    training: str, evaluation: str, reading: Reading, settings: Settings
+    training: str, evaluation: str, reading: Reading, settings: Settings, cache_dir: Path
 ) -> dict[str, Any]:
     """What a record of a run would hold of this set beside this training text.
 
+    Args:
+        cache_dir: of the files of tokenizers.
+
     Raises:
-        DataError: a source that cannot be read, or text beside token shards.
+        DataError: a source that cannot be read, or ids that nothing decodes beside text or beside
+            those of another tokenizer.
     """
-    kinds = [_is_shard(path) for path in (training, evaluation)]
-    if kinds[0] != kinds[1]:
-        message = "one is text and the other a token shard: their passages have no common measure"
-        raise DataError.at("EVAL", message, evaluation, "two of a kind")
-    make = _of_shard if kinds[0] else _of_text
-    train = make(training, reading, "TRAIN", False)
-    side = make(evaluation, reading, "EVAL", True)
+    shards = {
+        place: _open(path, reading, place)
+        for place, path in (("TRAIN", training), ("EVAL", evaluation))
+        if _is_shard(path)
+    }
+    decoders = {
+        place: tokenizer_of_shards([shard], reading.tokenizer_path, cache_dir)
+        for place, shard in shards.items()
+    }
+    reasons = {place: found for place, found in decoders.items() if isinstance(found, str)}
+    if reasons:
+        _require_ids(shards, reasons)
+        reason = next(iter(reasons.values()))
+        decoders = dict.fromkeys(shards, reason)
+    train, side = (
+        _of_shard(shards[place], decoders[place], is_evaluation)
+        if place in shards
+        else _of_text(path, reading, place, is_evaluation)
+        for place, path, is_evaluation in (("TRAIN", training, False), ("EVAL", evaluation, True))
+    )
     if not len(side.sizes):
         raise DataError.at("EVAL", "holds no document", evaluation)
     found = measure(side.passages, train.passages, settings.ngram)
-    status, facts, rule = outcome(found, side.sizes, settings, side.passages.unit)
-    size = "tokens" if kinds[0] else "bytes"
+    passages = side.passages
+    status, facts, rule = outcome(found, side.sizes, settings, passages.unit, passages.measured_on)
+    size = "tokens" if "EVAL" in shards else "bytes"
     facts[f"overlapping_{size}"] = facts.pop("overlapping_tokens")
-    if not kinds[0]:
+    if size == "bytes":
         rule = rule.replace("scored tokens", "bytes of text")
     return {
         "training": training,
@@ -74,6 +97,20 @@ def overlap_of(
         "overlap": facts,
         "overlap_rule": rule,
     }
+
+
+def _require_ids(shards: Mapping[str, TokenShard], reasons: Mapping[str, str]) -> None:
+    """Nothing, where the ids of two shards stand for the same."""
+    place, reason = next(iter(reasons.items()))
+    allowed = "--tokenizer, or two shards of one tokenizer"
+    if len(shards) < 2:
+        message = f"is a token shard beside text, and its ids cannot be decoded: {reason}"
+        raise DataError.at(place, message, str(shards[place].path), allowed)
+    for name in ("vocab_size", "tokenizer", "tokenizer_sha256"):
+        one, other = (getattr(shard, name) for shard in shards.values())
+        if one is not None and other is not None and one != other:
+            message = f"ids of another tokenizer ({name}), which cannot be decoded: {reason}"
+            raise DataError.at("EVAL", message, other, str(one))
 
 
 def _is_shard(path: str) -> bool:
@@ -112,11 +149,22 @@ def _texts(corpus: Corpus) -> Iterator[str]:
     return (text for text in corpus.read() if text.strip())
 
 
-def _of_shard(path: str, reading: Reading, place: str, each_once: bool) -> _Side:
-    shard = open_shard(path, reading.tokens_format, place=place, vocab_size=reading.vocab_size)
+def _open(path: str, reading: Reading, place: str) -> TokenShard:
+    return open_shard(
+        path,
+        reading.tokens_format,
+        place=place,
+        vocab_size=reading.vocab_size,
+        tokenizer=reading.tokenizer,
+    )
+
+
+def _of_shard(shard: TokenShard, decoder: Tokenizer | str, each_once: bool) -> _Side:
     ranges, hashes, unit = _stretches(shard, each_once)
     identity = f"ids {shard.sha256}"
-    passages = passages_of_shard(shard.tokens, ranges, hashes, identity, in_parts=not each_once)
+    passages = passages_of_shard(
+        shard.tokens, ranges, hashes, identity, decoder, in_parts=not each_once
+    )
     return _Side(passages, ranges[:, 1] - ranges[:, 0], unit)
 
 

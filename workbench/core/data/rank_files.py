@@ -39,7 +39,9 @@ CONNECT_SECONDS, READ_SECONDS = 5, 30
 _lock = threading.Lock()
 
 
-def load_encoding(name: str, cache_dir: Path, keep: bool = True) -> tiktoken.Encoding:
+def load_encoding(
+    name: str, cache_dir: Path, keep: bool = True, may_download: bool = True
+) -> tiktoken.Encoding:
     """The tiktoken encoding `name`, from local files where they exist (see the module's head).
 
     Without `keep` nothing is written into `cache_dir`.
@@ -54,7 +56,7 @@ def load_encoding(name: str, cache_dir: Path, keep: bool = True) -> tiktoken.Enc
         raise DataError.at("tokenizer.name", problem, name, allowed)
 
     def read(address: str, expected_hash: str | None = None) -> bytes:
-        return _find_file(name, address, expected_hash, cache_dir, keep)
+        return _find_file(name, address, expected_hash, cache_dir, keep, may_download)
 
     with _reader(read):
         return tiktoken.get_encoding(name)
@@ -84,7 +86,12 @@ def _reader(read: Callable[..., bytes]) -> Iterator[None]:
 
 
 def _find_file(
-    name: str, address: str, expected_hash: str | None, cache_dir: Path, keep: bool
+    name: str,
+    address: str,
+    expected_hash: str | None,
+    cache_dir: Path,
+    keep: bool,
+    may_download: bool,
 ) -> bytes:
     key = hashlib.sha1(address.encode(), usedforsecurity=False).hexdigest()
     file = address.rsplit("/", 1)[-1]
@@ -109,6 +116,8 @@ def _find_file(
             if keep:
                 _keep(cache_dir / key, unpacked)
             return unpacked
+    elif not may_download:
+        reason = "nothing is downloaded for it"
     else:
         try:
             downloaded = _download(address)

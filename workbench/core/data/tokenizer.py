@@ -6,7 +6,7 @@ A document's text is encoded as ordinary text: what looks like a special token i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +77,7 @@ class Tokenizer:
         """The ids of one text, on this core; raises what `encode_documents` does."""
         return self._codec.encode(text)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`. Bytes that are not UTF-8 (a cut character) become U+FFFD.
 
         Raises:
@@ -85,11 +85,17 @@ class Tokenizer:
         """
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`; a special token is its name."""
+    def decode_bytes(self, ids: Sequence[int], unknown: bytes | None = None) -> bytes:
+        """The bytes of `ids`; a special token is its name, an id that names no token `unknown`.
+
+        Raises:
+            ValueError: an id that names no token, and no `unknown`.
+        """
         try:
             return b"".join(map(self._bytes_of_id.__getitem__, ids))
         except KeyError as error:
+            if unknown is not None:
+                return b"".join([self._bytes_of_id.get(i, unknown) for i in ids])
             raise ValueError(f"tokenizer {self.name}: id {error} names no token") from None
 
     @cached_property
@@ -107,7 +113,11 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    name: str, path: str | Path | None, cache_dir: Path, keep: bool = True
+    name: str,
+    path: str | Path | None,
+    cache_dir: Path,
+    keep: bool = True,
+    may_download: bool = True,
 ) -> Tokenizer:
     """The tokenizer of a spec: `bytes`, `file` (with `path`) or the name of a tiktoken encoding.
 
@@ -115,7 +125,8 @@ def load_tokenizer(
     - `file`: the ranks of a .tiktoken file, the pattern of o200k_base, and the number of ranks as
       the end-of-document id.
     - tiktoken encodings: read from `cache_dir` or the user's own cache; o200k_base and cl100k_base
-      never need a network. Without `keep` nothing is written into `cache_dir`.
+      never need a network. Without `keep` nothing is written into `cache_dir`; without
+      `may_download` the network is not asked for the others.
 
     Raises:
         DataError: unknown name, a path that is missing or out of place, a file that is not valid.
@@ -129,7 +140,7 @@ def load_tokenizer(
     if name == "bytes":
         single = {bytes([byte]): byte for byte in range(256)}
         return Tokenizer("bytes", _Bytes(), single, {END_OF_DOCUMENT: 256}, pattern="")
-    encoding = rank_files.load_encoding(name, cache_dir, keep)
+    encoding = rank_files.load_encoding(name, cache_dir, keep, may_download)
     if END_OF_DOCUMENT not in encoding._special_tokens:
         raise DataError.at("tokenizer.name", f"the encoding has no {END_OF_DOCUMENT}", name)
     return _tiktoken_tokenizer(name, encoding)
