@@ -6,14 +6,19 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 from tiny_runs import ROUTED, untracked_run
 
+from workbench import evaluate_run
 from workbench.core.data.corpus import text_corpus
 from workbench.core.data.inspection import inspect
 from workbench.core.data.parts import TokenizerName
 from workbench.core.data.prepare import prepare
+from workbench.core.data.shards import open_shard
+from workbench.core.data.tokenizer import Ids
 from workbench.spec.run import RunSpec
-from workbench.track.store import Store
+from workbench.track.events import NullTracker
+from workbench.track.store import Store, read_entry
 
 
 def write_texts(path: Path) -> Path:
@@ -24,6 +29,12 @@ def write_texts(path: Path) -> Path:
     return path
 
 
+def documents(folder: Path) -> list[Ids]:
+    shard = open_shard(folder)
+    assert shard.documents is not None
+    return [shard.tokens[start:end] for start, end, *_ in shard.documents.tolist()]
+
+
 def test_a_run_on_prepared_shards(tmp_path: Path) -> None:
     corpus = text_corpus([str(write_texts(tmp_path / "text.jsonl"))], "text", "auto", place="SRC")
     cache = tmp_path / "cache"
@@ -32,7 +43,6 @@ def test_a_run_on_prepared_shards(tmp_path: Path) -> None:
         "dataset": "tokens",
         "tokens_path": str(done.folder / "train"),
         "eval_tokens_path": str(done.folder / "held_out"),
-        "overlap_ngram": 64,  # of shards the ids are compared: 13 bytes are two of these words
     }
     spec = RunSpec.model_validate(
         {
@@ -44,7 +54,8 @@ def test_a_run_on_prepared_shards(tmp_path: Path) -> None:
             "data": data,
         }
     )
-    outcome = untracked_run(spec, Store(tmp_path / "mlruns"))
+    store = Store(tmp_path / "mlruns")
+    outcome = untracked_run(spec, store)
     assert outcome.record.status == "FINISHED"
     ran = outcome.record.effective
     assert ran.tokenizer.name == "bytes"
@@ -54,6 +65,19 @@ def test_a_run_on_prepared_shards(tmp_path: Path) -> None:
     assert scored.status == "held_out"
     assert scored.scored_tokens == written["tokens"]
     assert scored.bytes == written["text_bytes"]
+    assert isinstance(scored.overlap, dict)
+    assert scored.overlap["measured_on"] == "words of the decoded ids (bytes)"
+    # The text that was held out, scored afterwards: measured by its words beside those ids.
+    held_out_texts = [bytes(ids.tolist()).decode() for ids in documents(done.folder / "held_out")]
+    again = tmp_path / "again.jsonl"
+    again.write_text("".join(json.dumps({"text": text}) + "\n" for text in held_out_texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate_run, "tracker_for", lambda spec, store: NullTracker())
+        entry = read_entry(outcome.folder)
+        (added,) = evaluate_run.evaluate_run(entry, store, {"again": again}).added
+    assert (added.name, added.sha256) == ("held_out.again", scored.sha256)
+    assert added.values["held_out.again/nll"] == outcome.record.results.final["held_out/nll"]
+    assert added.facts["overlap"]["ngrams"] == scored.overlap["ngrams"]
     train, held_out = inspect(done.folder, cache)
     assert train["holds"]
     assert held_out["holds"]
