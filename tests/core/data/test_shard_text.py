@@ -269,7 +269,9 @@ def test_text_beside_shards_that_nothing_decodes_is_one_clear_error(
     further = [{"name": "wiki", "path": str(tmp_path / "b.txt")}]
     with pytest.raises(DataError, match=r"data.held_out: text cannot be encoded as the shard is"):
         load(tokens_path=shard, held_out=further)
-    data = load(tokens_path=shard)
+    with pytest.raises(DataError, match=r"13 ids at a time.*data.overlap_ngram above 13"):
+        load(tokens_path=shard)  # of bytes: they stand everywhere
+    data = load(tokens_path=shard, overlap_ngram=90)
     assert data.facts["evaluation"]["held_out"]["overlap"]["measured_on"].startswith("token ids")
 
 
@@ -282,3 +284,81 @@ def test_a_rank_file_that_did_not_write_the_shard_is_refused(
     with pytest.raises(DataError, match=r"none.tiktoken: cannot be read"):
         tokenizer_of_shards([shard], str(tmp_path / "none.tiktoken"), Path("unused"))
     assert isinstance(load_tokenizer("file", RANKS_4096, tmp_path), Tokenizer)
+
+
+def test_a_shard_is_split_as_its_text_is(
+    load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer, small: Tokenizer
+) -> None:
+    """Near-duplicates on one side, by whatever ids; each set is the same, to its hash."""
+    alone = texts(60, 0)
+    alike = [f"{' '.join(text.split()[:30])} {texts(1, 90 + i)[0]}" for i, text in enumerate(alone)]
+    documents = [*alone, *alike[:25]]
+    (tmp_path / "a.txt").write_text("\n\n".join(documents))
+    common = {"held_out_ratio": 0.3}
+    of_text = load(
+        tokenizer={"name": "bytes"}, dataset="text", text_file=str(tmp_path / "a.txt"), **common
+    )
+    groups = of_text.facts["data"]["counts"]["near_duplicate_groups"]
+    assert groups == 25
+    for tokenizer in (byte_tokenizer, small):
+        shard = write_shard(tmp_path / tokenizer.name, documents, tokenizer)
+        given = {"name": "file", "path": str(RANKS_4096)} if tokenizer is small else {}
+        data = load(tokens_path=shard, tokenizer=given, **common)
+        assert data.facts["data"]["split"] == of_text.facts["data"]["split"]
+        assert data.facts["data"]["train_sha256"] == of_text.facts["data"]["train_sha256"]
+        assert data.facts["data"]["counts"]["near_duplicate_groups"] == groups
+        found, expected = (one.facts["evaluation"]["held_out"] for one in (data, of_text))
+        assert found["sha256"] == expected["sha256"]
+        assert (found["status"], found["overlap"]["share"]) == ("held_out", 0)
+        again = load(tokens_path=shard, tokenizer=given, **common)  # from what was remembered
+        assert again.facts == data.facts
+    # Of ids that nothing decodes: the same groups, by 13 ids.
+    hidden = write_shard(tmp_path / "ids", documents, small, "ab" * 32, name="toy")
+    data = load(tokens_path=hidden, **common)
+    assert data.facts["data"]["split"].endswith("near-duplicates (13 tokens, 0.2) together")
+    assert data.facts["data"]["counts"]["near_duplicate_groups"] >= 1
+    assert data.facts["evaluation"]["held_out"]["status"] == "held_out"
+
+
+def test_damaged_groups_are_found_again(
+    load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer, caplog: Any
+) -> None:
+    shard = write_shard(tmp_path / "s", texts(40, 0), byte_tokenizer)
+    first = load(tokens_path=shard, held_out_ratio=0.2)
+    (kept,) = (tmp_path / "store/cache/shards").glob("*.npz")
+    content = bytearray(kept.read_bytes())
+    content[300] ^= 1
+    kept.write_bytes(content)
+    assert load(tokens_path=shard, held_out_ratio=0.2).facts == first.facts
+    assert "are damaged (it does not match its own hash)" in caplog.text
+    assert kept.read_bytes() != bytes(content)
+
+
+def test_the_tail_of_few_documents_is_no_part_of_training(
+    load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """The cut stands inside the last document, whose end does not train."""
+    documents = [" ".join(texts(20, i)) for i in range(5)]
+    shard = write_shard(tmp_path / "s", documents, byte_tokenizer)
+    data = load(tokens_path=shard, held_out_ratio=0.05)
+    found = data.facts["evaluation"]["held_out"]
+    assert (found["unit"], found["status"]) == ("block of 1024 tokens", "held_out")
+    assert found["overlap"]["ngrams_in_training"] == 0
+
+
+def test_few_documents_beside_a_held_out_shard_are_scored_as_documents(
+    load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    train = write_shard(tmp_path / "a", texts(5, 0), byte_tokenizer)
+    data = load(
+        tokens_path=train,
+        eval_tokens_path=write_shard(tmp_path / "b", texts(3, 1), byte_tokenizer),
+    )
+    facts = data.facts["evaluation"]
+    assert {one["unit"] for one in facts.values()} == {"document"}
+    scored = data.evaluation_sets["train_split"].documents
+    assert {bytes(ids.tolist()).decode() for ids in scored} <= set(texts(5, 0))
+    assert facts["train_split"]["documents"] == 3  # as many tokens as are held out
+    empty = write_shard(tmp_path / "c", [""], byte_tokenizer)
+    with pytest.raises(DataError, match=r"eval_tokens_path: the documents .* hold no ids"):
+        load(tokens_path=train, eval_tokens_path=empty)

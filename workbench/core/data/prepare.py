@@ -192,7 +192,10 @@ class _Job:
             raise DataError.at(f"data ({self.corpus.source})", problem)
         if documents < MIN_DOCUMENTS and self.ratio > 0:
             problem = f"{documents} documents with text are too few to hold whole ones out"
-            allowed = f"{MIN_DOCUMENTS} documents, or 0: all of them train"
+            allowed = (
+                f"at least {MIN_DOCUMENTS} documents (--text-unit line or blank_line finds more in"
+                " a .txt), or 0: all of them train, and data.held_out of a spec brings other text"
+            )
             raise DataError.at("--held-out-ratio", problem, self.ratio, allowed)
         self.report(Progress("grouping near-duplicates", 0, None))
         groups = near.groups()

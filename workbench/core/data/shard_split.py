@@ -1,8 +1,8 @@
 """Which ids of a token shard train and which are held out, and the stretches that are scored.
 
-By the hash of each document where the shard has at least 20 whose boundaries are known; else its
-last ids are held out: `held_out_ratio` of them, at least one window, at most a tenth. Where
-boundaries are not known, what is scored are blocks of 1,024 ids.
+By whole documents, by the rule of a text (see `split`), where the shard has at least 20 whose
+boundaries are known; else its last ids are held out: `held_out_ratio` of them, at least one window,
+at most a tenth. Where boundaries are not known, what is scored are blocks of 1,024 ids.
 
 Shapes: T ids of a shard, M stretches that are scored, G stretches that train.
 """
@@ -12,15 +12,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from workbench.core.data.errors import DataError
+from workbench.core.data.overlap import Passages, Settings
 from workbench.core.data.shard_files import StoredIds
+from workbench.core.data.shard_groups import groups_of
 from workbench.core.data.shard_tokenizer import ShardText, parts
 from workbench.core.data.shards import TokenShard
-from workbench.core.data.sides import Hashes, Int64, in_hash_order
+from workbench.core.data.sides import Documents, Hashes, Int64, choose_sides, in_hash_order
 from workbench.core.data.split import (
     BLOCK_TOKENS,
     MIN_DOCUMENTS,
@@ -58,26 +60,31 @@ class ShardSplit:
     counts: dict[str, Any]
 
 
-def split_shard(
-    shard: TokenShard, ratio: float, seq_len: int, memory: Path, text: ShardText
-) -> ShardSplit:
+class Cutting(NamedTuple):
+    """What decides how a shard is split, and where what is found of it is kept."""
+
+    ratio: float
+    seq_len: int
+    settings: Settings
+    text: ShardText
+    cache: Path  # <store>/cache
+
+
+def split_shard(shard: TokenShard, how: Cutting) -> ShardSplit:
     """Both sides of a shard; with a ratio of 0 all of it trains.
 
     Raises:
         DataError: no split leaves ids on both sides.
-        StoreError: `memory` cannot be written.
+        StoreError: the cache cannot be written.
     """
-    has_documents = shard.documents is not None and len(shard.documents) >= MIN_DOCUMENTS
-    if ratio == 0:
+    if how.ratio == 0:
         segments = np.array([[0, len(shard.tokens)]], np.int64)
-        spans = part_of_training(shard, segments, None, text)
+        spans = part_of_training(shard, segments, None, how.text)
         sha256, counts = _of_whole(shard)
         return ShardSplit("none", segments, sha256, None, spans, counts)
-    return (
-        _by_document(shard, ratio)
-        if has_documents
-        else _by_tail(shard, ratio, seq_len, memory, text)
-    )
+    if shard.documents is not None and len(shard.documents) >= MIN_DOCUMENTS:
+        return _by_document(shard, how)
+    return _by_tail(shard, how)
 
 
 def _of_whole(shard: TokenShard) -> tuple[str, dict[str, Any]]:
@@ -102,47 +109,48 @@ def _document_counts(shard: TokenShard, chosen: Int64) -> dict[str, Any]:
     }
 
 
-def _by_document(shard: TokenShard, ratio: float) -> ShardSplit:
-    """Equal documents are on one side; the first 8 of the 32 bytes of their hash decide which."""
+def _by_document(shard: TokenShard, how: Cutting) -> ShardSplit:
+    """As a text is split (see `split`): near-duplicates on one side, and none of the held-out
+    documents overlaps the training side."""
     assert shard.documents is not None
-    hashes = document_hashes(shard)
-    position = hashes[:, :8].copy().view(">u8").ravel().astype(np.uint64)
-    held = position < np.uint64(int(ratio * 2.0**64))
-    rule = f"document content hash < {ratio}"
-    if not held.any():
-        held = position == position.min()
-        rule = f"lowest document content hash (none below {ratio})"
-    if held.all():
-        message = f"no document of {len(held):,} is left to train"
-        raise DataError.at("data.held_out_ratio", message, ratio)
-    train = np.flatnonzero(~held)
-    held_out = _documents(shard, hashes, np.flatnonzero(held))
-    rows = shard.documents[train]
+    rows, hashes = shard.documents, document_hashes(shard)
+    ranges = np.stack([rows["start"], rows["end"]], axis=1)
+
+    def passages(chosen: Int64) -> Passages:
+        digest = hashlib.sha256(ranges[chosen].tobytes()).hexdigest()
+        return how.text.passages(shard, ranges[chosen], hashes[chosen], f"documents {digest}")
+
+    everything = passages(np.arange(len(rows)))
+    groups, split_hashes = groups_of(everything, hashes, how.settings, how.cache / "shards")
+    sizes = rows["bytes"] if shard.has_text_facts else rows["end"] - rows["start"]
+    documents = Documents(sizes, hashes, split_hashes, groups, passages)
+    sides = choose_sides(documents, how.ratio, how.settings, how.cache / "overlap", everything.unit)
+    train = np.flatnonzero(~sides.is_held_out)
+    held_out = _documents(shard, hashes, np.flatnonzero(sides.is_held_out))
     lead = int(shard.eod_id is not None)
-    segments = merged(np.stack([rows["start"] - lead, rows["end"]], axis=1))
+    segments = merged(np.stack([rows["start"][train] - lead, rows["end"][train]], axis=1))
     return ShardSplit(
-        rule,
+        sides.rule,
         segments,
         hashlib.sha256(hashes[train].tobytes()).hexdigest(),
         held_out,
         _of_size(_documents(shard, hashes, train), size_of(held_out)),
-        _document_counts(shard, train),
+        _document_counts(shard, train)
+        | {"near_duplicate_groups": sides.shared_groups, "moved_to_training": sides.moved},
     )
 
 
-def _by_tail(
-    shard: TokenShard, ratio: float, seq_len: int, memory: Path, text: ShardText
-) -> ShardSplit:
+def _by_tail(shard: TokenShard, how: Cutting) -> ShardSplit:
     """The last ids are held out: `ratio` of them, at least seq_len + 1, at most a tenth."""
     total = len(shard.tokens)
-    tail = min(max(seq_len + 1, round(ratio * total)), total // 10)
+    tail = min(max(how.seq_len + 1, round(how.ratio * total)), total // 10)
     if tail < 1:
         message = f"a shard of {total} ids is too small to hold any out"
-        raise DataError.at("data.held_out_ratio", message, ratio)
+        raise DataError.at("data.held_out_ratio", message, how.ratio)
     cut = total - tail
     segments = np.array([[0, cut]], np.int64)
-    held_out = _blocks(shard, np.arange(cut, total, BLOCK_TOKENS), total, text)
-    kept = StoredIds(replace(shard.tokens.file, count=cut))
+    held_out = _blocks(shard, np.arange(cut, total, BLOCK_TOKENS), total, how.text)
+    kept, memory = StoredIds(replace(shard.tokens.file, count=cut)), how.cache / "shards"
     sha256 = kept.content(memory).ids_sha256
     kept.remember(memory)
     shard.tokens.require_unchanged()  # both opened the same file
@@ -151,7 +159,7 @@ def _by_tail(
         segments,
         sha256,
         held_out,
-        part_of_training(shard, segments, size_of(held_out), text),
+        part_of_training(shard, segments, size_of(held_out), how.text),
         {"documents": UNKNOWN, "tokens": cut, "bytes": NOT_DECODED},
     )
 

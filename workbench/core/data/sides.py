@@ -42,15 +42,20 @@ class Sides(NamedTuple):
 
 
 def choose_sides(
-    documents: Documents, ratio: float, settings: Settings, cache_dir: Path | None = None
+    documents: Documents,
+    ratio: float,
+    settings: Settings,
+    cache_dir: Path | None = None,
+    unit: str = "word",
 ) -> Sides:
-    """The side of every document; see `split`. What is measured is kept in `cache_dir`.
+    """The side of every document; see `split`. What is measured is kept in `cache_dir`; `unit` is
+    that of the passages.
 
     Raises:
         DataError: no choice leaves text on both sides.
         StoreError: the cache cannot be written.
     """
-    groups = _Groups(documents, ratio)
+    groups = _Groups(documents, ratio, settings.ngram, unit)
     is_held_out, rule = groups.choose()
 
     def measure(is_held_out: Bools) -> Bools:
@@ -74,7 +79,7 @@ def choose_sides(
             is_held_out, rule = groups.choose()
     if ratio > 0:
         rule += (
-            f", near-duplicates ({settings.ngram} words, {settings.document_share:.6g}) together"
+            f", near-duplicates ({settings.ngram} {unit}s, {settings.document_share:.6g}) together"
         )
     return Sides(is_held_out, rule, groups.shared, moved)
 
@@ -82,12 +87,13 @@ def choose_sides(
 class _Groups:
     """Groups of near-duplicates, and where the hash of each puts it."""
 
-    def __init__(self, documents: Documents, ratio: float) -> None:
+    def __init__(self, documents: Documents, ratio: float, ngram: int, unit: str) -> None:
         count = len(documents.byte_counts)
         given = documents.groups if documents.groups is not None else np.arange(count)
         self.numbers = np.unique(given, return_inverse=True)[1]
         self.shared = int((np.bincount(self.numbers) > 1).sum())
         self._ratio, self._count = ratio, count
+        self._ngram, self._unit = ngram, unit
         keys = as_keys(documents.split_sha256)
         order = np.lexsort((keys, self.numbers))
         heads = np.flatnonzero(np.r_[True, np.diff(self.numbers[order]) > 0])
@@ -124,7 +130,12 @@ class _Groups:
             problem = f"each of the {self._count:,} documents shares its text with others"
             if len(self._position) == 1:
                 problem = f"all {self._count:,} documents are the same text, or nearly"
-            remedy = "0, with evaluation sets from other files: data.held_out"
+            remedy = (
+                "0, with evaluation sets from other files (data.held_out, data.eval_tokens_path)"
+            )
+            if self._unit == "token":
+                problem += f", {self._ngram} ids at a time"
+                remedy = f"data.overlap_ngram above {self._ngram}; or {remedy}"
             message = f"{problem}: nothing can be held out"
             raise DataError.at("data.held_out_ratio", message, ratio, remedy)
         return chosen[self.numbers], rule

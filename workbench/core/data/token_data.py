@@ -30,6 +30,7 @@ from workbench.core.data.judged import JudgedSet, judge, of_training, settings_o
 from workbench.core.data.overlap import Passages
 from workbench.core.data.shard_files import StoredIds
 from workbench.core.data.shard_split import (
+    Cutting,
     ShardSplit,
     Spans,
     document_hashes,
@@ -91,27 +92,31 @@ def load_shards(spec: RunSpec, store: Path, *, seed: int) -> TokenData:
         DataError: a shard that cannot be used, or that is the training shard once more.
         StoreError: the store cannot be written.
     """
-    memory, data = store / "cache/shards", spec.data
-    shards = open_shards(spec, memory)
+    data = spec.data
+    shards = open_shards(spec, store / "cache/shards")
     train, held_out_shard = shards[0], shards[-1]
     text = _text_of(spec, shards, store)
-    seq_len = spec.training.seq_len
-    split = split_shard(train, data.held_out_ratio or 0.0, seq_len, memory, text)
+    seq_len, settings = spec.training.seq_len, settings_of(data)
+    how = Cutting(data.held_out_ratio or 0.0, seq_len, settings, text, store / "cache")
+    split = split_shard(train, how)
     held_out = split.held_out
     if held_out_shard is not train:
         held_out = whole_shard(held_out_shard, text)
         size = size_of(held_out)
         split = replace(split, train_split=part_of_training(train, split.segments, size, text))
+    if held_out is not None and not len(held_out.ranges):
+        message = "the documents that are held out hold no ids"
+        raise DataError.at("data.eval_tokens_path", message, str(held_out_shard.path))
     windows = TokenWindows(
         train.tokens,
         split.segments,
-        spec.training.seq_len,
+        seq_len,
         data.order or "shuffled",
         seed,
         split.sha256,
     )
     training = _training_passages(train, split, text)
-    overlaps, settings = store / "cache/overlap", settings_of(data)
+    overlaps = store / "cache/overlap"
     sets: dict[str, JudgedSet] = {}
     for name in spec.evaluation.sets:
         if name == "train_split":
@@ -252,6 +257,9 @@ def _counts(
         hashes = document_hashes(shard)
         counts["documents"] = len(hashes)
         counts["exact_duplicates"] = len(hashes) - len(first_of_each(hashes))
+    for name in ("near_duplicate_groups", "moved_to_training"):
+        if name in split.counts:
+            counts[name] = split.counts[name]
     if held_out is not None:
         kind = "documents" if held_out.unit == "document" else "blocks"
         counts[f"held_out_{kind}"] = len(held_out.ranges)
