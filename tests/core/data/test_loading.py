@@ -54,6 +54,7 @@ def test_sample_by_a_real_spec(sample: EncodedCorpus, store: Path) -> None:
     )
     assert held_out.pop("overlap") == {
         "method": "every n-gram, 64-bit hashes",
+        "measured_on": "words of the text",
         "ngrams": 36_729,
         "ngrams_in_training": 651,
         "share": 651 / 36_729,

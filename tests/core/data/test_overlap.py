@@ -106,7 +106,7 @@ def test_a_shard_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(passages_module, "READ_AT_ONCE", 300)
     (tmp_path / "ids.bin").write_bytes(np.arange(1_000, dtype="<u2").tobytes())
     ids = StoredIds(TokenFile(tmp_path / "ids.bin", np.dtype("<u2"), 0, 1_000))
-    training = passages_of_shard(ids, np.array([[0, 1_000]]), None, "t", in_parts=True)
+    training = passages_of_shard(ids, np.array([[0, 1_000]]), None, "t", "unnamed", in_parts=True)
     some = [list(range(i, i + 30)) for i in range(10, 970, 30)]
     found = measure(id_passages(*some), training, 13)
     assert found.found.tolist() == found.ngrams.tolist() == [18] * len(some)
@@ -162,6 +162,7 @@ def test_what_a_record_keeps_of_it() -> None:
     assert status == "held_out"
     assert facts == {
         "method": "every n-gram, 64-bit hashes",
+        "measured_on": "words of the text",
         "ngrams": 4 * 38,
         "ngrams_in_training": 38,
         "share": 0.25,
