@@ -27,6 +27,15 @@ LAYERS: dict[str, set[str]] = {
         "workbench.track.journal",
         "workbench.errors",
     },
+    "workbench.study": {
+        "workbench.spec",
+        "workbench.core.schedules",
+        "workbench.foresee",
+        "workbench.plan",
+        "workbench.track",
+        "workbench.compare",
+        "workbench.errors",
+    },
     "workbench.errors": set(),
 }
 
@@ -74,7 +83,9 @@ def test_only_one_module_knows_mlflow_and_not_before_it_needs_it() -> None:
     assert not at_once(users[0]) & {"mlflow"}
 
 
-@pytest.mark.parametrize("package", ["workbench.spec", "workbench.compare", "workbench.foresee"])
+@pytest.mark.parametrize(
+    "package", ["workbench.spec", "workbench.compare", "workbench.foresee", "workbench.study"]
+)
 def test_specs_and_comparisons_need_neither_torch_nor_mlflow(package: str) -> None:
     for name in modules_of(package):
         assert not third_parties(name) & {"torch", "mlflow"}, name
@@ -100,7 +111,7 @@ def at_once(name: str) -> set[str]:
 
 def test_the_command_line_loads_nothing_heavy_by_itself() -> None:
     heavy = {"torch", "mlflow", "pandas", "matplotlib", "numpy", "pydantic", "scipy", "rich"}
-    for name in ("cli", "commands", "eval_command", "answers"):
+    for name in ("cli", "commands", "eval_command", "study_commands", "answers"):
         assert not at_once(f"workbench.{name}") & heavy, name
 
 

@@ -21,6 +21,7 @@ from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
 from workbench.keep_commands import sync, verify
 from workbench.output import write_document, write_line
+from workbench.study_commands import app as study_app
 
 if TYPE_CHECKING:
     from workbench.resume import ResumeRequest
@@ -35,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data_app)
+app.add_typer(study_app)
 
 Treatment = Annotated[
     list[str] | None,

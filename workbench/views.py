@@ -34,6 +34,8 @@ def run_rows(store: Store) -> list[dict[str, Any]]:
                 "status": "KILLED (died)" if entry.died else entry.status,
                 "started": record.started,
                 "seed": record.spec.get("seed"),
+                "study": record.study and record.study[0],
+                "arm": record.study and record.study[1],
                 "tokens": _reached(record),
                 "planned_tokens": record.total_tokens,
                 "held_out/nll": final.get("held_out/nll"),
@@ -49,11 +51,12 @@ def run_table(rows: list[dict[str, Any]]) -> str:
     """The rows as aligned columns."""
     if not rows:
         return "no runs yet; try: wb run experiments/quickstart.yaml"
-    heads = ("run", "id", "status", "seed", "tokens", "held_out/nll", "train_split/nll", "started")
-    table = [list(heads)]
+    heads = ["run", "id", "status", "seed", "tokens", "held_out/nll", "train_split/nll", "started"]
+    studies = any(row.get("study") for row in rows)
+    table = [[*heads, *(["study"] if studies else [])]]
     for row in rows:
         if row["status"] == "DAMAGED":
-            table.append([row["run"], "", "DAMAGED", "", "", "", "", ""])
+            table.append([row["run"], "", "DAMAGED", *[""] * (len(table[0]) - 3)])
             continue
         table.append(
             [
@@ -65,9 +68,10 @@ def run_table(rows: list[dict[str, Any]]) -> str:
                 _held_out(row),
                 "" if row["smoke_test"] else _number(row["train_split/nll"]),
                 row["started"].replace("T", " ")[:16],
+                *([f"{row['study']}: {row['arm']}" if row["study"] else ""] if studies else []),
             ]
         )
-    widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in table
@@ -83,6 +87,7 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     lines = [
         ("run", f"{record.name}  ({record.id})"),
         ("status", status + (f": {record.error}" if record.error else "")),
+        *([("study", f"{record.study[0]}, arm {record.study[1]}")] if record.study else []),
         ("started", f"{record.started}" + (f", ended {record.ended}" if record.ended else "")),
         ("model", f"{model['attention_type']}, {model['mlp_type']}, {sizes}"),
         ("parameters", _counts(effective.parameters.total, effective.parameters.active)),

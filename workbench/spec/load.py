@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -25,6 +25,8 @@ _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+
+Model = TypeVar("Model", bound=BaseModel)
 
 # Fields that hold a path; written relative to the file they stand in.
 _PATHS = (
@@ -76,7 +78,7 @@ def apply_overrides(source: Source, overrides: list[str]) -> None:
         tree: Any = given
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        _anchor(tree, Path.cwd())
+        anchor(tree, Path.cwd())
         _merge(source.values, tree)
     if "seed" in keys and "name" not in keys:
         source.values["name"] = f"{source.values['name']}-s{source.values['seed']}"
@@ -88,13 +90,9 @@ def read_source(path: Path, chain: tuple[Path, ...] = ()) -> Source:
     if real in chain:
         loop = " -> ".join(p.name for p in (*chain[chain.index(real) :], real))
         raise UserError.at(str(path), f"extends goes round in a circle: {loop}")
-    text = _read(path, chain)
-    node = _compose(text, str(path))
-    places: dict[str, str] = {}
-    values = _construct(node, "", str(path), places) if node is not None else {}
-    if not isinstance(values, dict):
-        raise UserError.at(str(path), "a spec is a mapping", type(values).__name__)
-    _anchor(values, real.parent)
+    source = read_mapping(path, _wanted_by(chain))
+    values, places = source.values, source.places
+    anchor(values, real.parent)
 
     bases = values.pop("extends", None) or []
     bases = [bases] if isinstance(bases, str) else bases
@@ -104,8 +102,22 @@ def read_source(path: Path, chain: tuple[Path, ...] = ()) -> Source:
     merged = Source()
     for base in bases:
         merged.merge(read_source(real.parent / base, (*chain, real)))
-    merged.merge(Source(values, places))
+    merged.merge(source)
     return merged
+
+
+def read_mapping(path: Path, wanted_by: str = "") -> Source:
+    """The mapping that one YAML file holds, as it stands there; `wanted_by` ends its errors.
+
+    Raises:
+        UserError: it cannot be read, or is not a mapping in the YAML of specs.
+    """
+    node = _compose(_read(path, wanted_by), str(path))
+    places: dict[str, str] = {}
+    values = _construct(node, "", str(path), places) if node is not None else {}
+    if not isinstance(values, dict):
+        raise UserError.at(str(path), "a spec is a mapping", type(values).__name__)
+    return Source(values, places)
 
 
 def validate(source: Source) -> RunSpec:
@@ -114,16 +126,28 @@ def validate(source: Source) -> RunSpec:
     Raises:
         UserError: with every fault found.
     """
-    given = _without_nulls(source.values)
+    return validate_as(RunSpec, _without_nulls(source.values), source)
+
+
+def validate_as(model: type[Model], given: dict[str, Any], source: Source) -> Model:
+    """`given` as a model of sections; the faults name the places of `source`.
+
+    Raises:
+        UserError: with every fault found.
+    """
     try:
-        return RunSpec.model_validate(given)
+        return model.model_validate(given)
     except ValidationError as error:
-        faults = [fault for item in error.errors() for fault in _faults(item, source)]
+        fields = field_types(model)
+        faults = [fault for item in error.errors() for fault in _faults(item, source, fields)]
         raise UserError(*faults) from None
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> str:
-    wanted_by = f" (extended by {chain[-1].name})" if chain else ""
+def _wanted_by(chain: tuple[Path, ...]) -> str:
+    return f" (extended by {chain[-1].name})" if chain else ""
+
+
+def _read(path: Path, wanted_by: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -208,7 +232,7 @@ def _merge(base: dict[str, Any], later: dict[str, Any]) -> None:
             base[key] = value
 
 
-def _anchor(values: dict[str, Any], folder: Path) -> None:
+def anchor(values: dict[str, Any], folder: Path) -> None:
     """Makes every path of a tree of values absolute: relative ones are taken from `folder`."""
     data = values.get("data")
     further = data.get("held_out") if isinstance(data, dict) else None
@@ -225,28 +249,29 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _faults(item: Any, source: Source) -> list[Fault]:
+def _faults(item: Any, source: Source, fields: dict[str, Any]) -> list[Fault]:
     """The faults of one Pydantic error, in the project's words."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return [
-            Fault(_place(fault.place, source), fault.message, fault.value, fault.allowed)
+            Fault(place_of(fault.place, source), fault.message, fault.value, fault.allowed)
             for fault in cause.faults
         ]
     path = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
     index = "".join(f"[{part}]" for part in item["loc"] if isinstance(part, int))
-    place = _place(path, source) + index
+    place = place_of(path, source) + index
     value = item["input"]
     match item["type"]:
         case "extra_forbidden":
-            return [Fault(place, _unknown_key(path), None, None)]
+            return [Fault(place, _unknown_key(path, fields), None, None)]
         case "missing":
-            return [Fault(place, "is needed and not given", None, _allowed(path))]
+            return [Fault(place, "is needed and not given", None, _allowed(path, fields))]
         case _:
-            return [Fault(place, item["msg"][:1].lower() + item["msg"][1:], value, _allowed(path))]
+            said = item["msg"][:1].lower() + item["msg"][1:]
+            return [Fault(place, said, value, _allowed(path, fields))]
 
 
-def _place(path: str, source: Source) -> str:
+def place_of(path: str, source: Source) -> str:
     """`file:line: field.path`, or the nearest written parent of a field that was not written."""
     known = path
     while known and known not in source.places:
@@ -254,10 +279,9 @@ def _place(path: str, source: Source) -> str:
     return f"{source.places[known]}: {path}" if known else path
 
 
-def _unknown_key(path: str) -> str:
+def _unknown_key(path: str, fields: dict[str, Any]) -> str:
     """What is wrong with a key that no section has, and where it may belong."""
     section, _, key = path.rpartition(".")
-    fields = field_types()
     siblings = [name.rpartition(".")[2] for name in fields if name.rpartition(".")[0] == section]
     siblings += [name.split(".")[0] for name in fields if "." in name] if not section else []
     hint = did_you_mean(key.replace("-", "_"), siblings)
@@ -267,8 +291,8 @@ def _unknown_key(path: str) -> str:
     return f"there is no such key.{hint}"
 
 
-def field_types() -> dict[str, Any]:
-    """Every leaf field of the spec as dotted path -> its annotation."""
+def field_types(root: type[BaseModel] = RunSpec) -> dict[str, Any]:
+    """Every leaf field of a model of sections as dotted path -> its annotation."""
     leaves: dict[str, Any] = {}
 
     def walk(model: type[BaseModel], prefix: str) -> None:
@@ -278,13 +302,13 @@ def field_types() -> dict[str, Any]:
             else:
                 leaves[prefix + name] = info
 
-    walk(RunSpec, "")
+    walk(root, "")
     return leaves
 
 
-def _allowed(path: str) -> str | None:
+def _allowed(path: str, fields: dict[str, Any]) -> str | None:
     """What a field accepts, in words."""
-    info = field_types().get(path)
+    info = fields.get(path)
     if info is None:
         return "a mapping of keys"
     return _type_words(info.annotation) + _limits(info.metadata)
@@ -315,7 +339,8 @@ def _type_words(annotation: Any) -> str:
     if origin is list:
         return f"a list of {_type_words(get_args(annotation)[0])}"
     if origin is dict:
-        return "a mapping of text to text"
+        text = get_args(annotation)[1] is str
+        return "a mapping of text to text" if text else "a mapping of names to mappings"
     names = {int: "an integer", float: "a number", bool: "true | false", str: "text"}
     names[NoneType] = "null"
     return names.get(annotation, str(annotation))

@@ -20,6 +20,10 @@ from workbench.spec.run import RunSpec
 
 SCHEMA_VERSION = 2  # 1 is the format of the runner that this package replaces
 
+# Tags (of `tracking.tags`) by which a run says which study planned it, and as which arm.
+STUDY_TAG = "workbench.study"
+STUDY_ARM_TAG = "workbench.arm"
+
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
@@ -276,6 +280,15 @@ class RunRecord(_Part):
     backend: dict[str, Any] = {}
     model_config_: dict[str, Any] = {}
     mlflow: dict[str, str] = {}
+
+    @property
+    def study(self) -> tuple[str, str] | None:
+        """The study that planned this run, and its arm there."""
+        tracking = self.spec.get("tracking")
+        tags = (tracking.get("tags") if isinstance(tracking, dict) else None) or {}
+        if STUDY_TAG not in tags:
+            return None
+        return str(tags[STUDY_TAG]), str(tags.get(STUDY_ARM_TAG, ""))
 
     @property
     def run_spec(self) -> RunSpec:

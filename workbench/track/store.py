@@ -70,6 +70,11 @@ class Store:
         return self.home / "runs"
 
     @property
+    def studies(self) -> Path:
+        """One folder for each study: its frozen plan and what happened to its runs."""
+        return self.home / "studies"
+
+    @property
     def artifacts(self) -> Path:
         """MLflow's artifacts."""
         return self.home / "artifacts"

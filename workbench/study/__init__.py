@@ -1,0 +1,1 @@
+"""Studies: arms x seeds with one declared treatment, planned before any run."""
