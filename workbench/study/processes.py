@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import yaml
-
 from workbench.errors import storing
 from workbench.spec.run import RunSpec
 from workbench.track.provenance import PACKAGE, redact
 from workbench.track.record import write_text
 from workbench.track.store import Store
 
+RUN = (sys.executable, "-P", "-m", "workbench", "run")
 _TAIL = 4000
 _GRACE_SECONDS = 30.0
 
@@ -67,7 +67,7 @@ def write_spec(spec: RunSpec, folder: Path) -> Path:
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.name}.yaml"
-    write_text(path, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    write_text(path, json.dumps(document, indent=1) + "\n")  # which is YAML, too
     return path
 
 
@@ -87,9 +87,7 @@ def start(
     environment["WB_HOME"] = str(store.home)
     if spec.tracking.uri:
         environment["MLFLOW_TRACKING_URI"] = spec.tracking.uri
-    command = [sys.executable, "-P", "-m", "workbench", "run", str(path), "--resume"]
-    if go_on is not None:
-        command.append(go_on)
+    command = [*RUN, str(path), "--resume", *([] if go_on is None else [go_on])]
     with storing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as words:

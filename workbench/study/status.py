@@ -64,7 +64,7 @@ class StudyStatus:
             "running": self.going,
             "summary": summary(self.states),
             "seconds_left": seconds_left(self.states, self.at_once),
-            "arms": list(latest.document["arms"]),
+            "arms": list(dict.fromkeys(run.arm for run in latest.runs)),
             "seeds": self.plan.seeds,
             "runs": [state.to_json() for state in self.states],
         }
