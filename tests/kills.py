@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Set before torch is loaded: another number of threads rounds otherwise, and forks badly.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# What every run would load by itself, each time anew.
+import matplotlib.figure  # noqa: F401
+import torch._inductor  # noqa: F401
 from tiny_runs import sections
 
 from workbench import run as runner
@@ -115,6 +119,7 @@ def kill_at_random(spec: Path, home: Path, kills: int, seed: int, tracked: bool)
                 outcome.kills[moment] = outcome.kills.get(moment, 0) + 1
         finally:
             process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), (home / "said.txt").read_text()
     finish(start(spec, home, "--resume", tracked=tracked), home)
     record = json.loads((folder / "run_config.json").read_text())
     outcome.resumed_from = [one["step"] for one in record["resumes"]]

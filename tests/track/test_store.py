@@ -256,3 +256,32 @@ def test_a_claim_on_a_full_disk_still_holds(store: Store) -> None:
     assert is_locked(folder)
     with pytest.raises(UserError, match="starting"):
         store.create_run("x")
+
+
+BEFORE_THE_RECORD = {"metrics.csv": "step,tokens\n", "source-12ab.diff": "+ x\n", ".tmp": "{"}
+
+
+def test_the_folder_of_a_run_that_died_before_its_record_is_taken_again(store: Store) -> None:
+    folder = store.runs / "early"
+    folder.mkdir(parents=True)
+    for name, text in BEFORE_THE_RECORD.items():
+        (folder / name).write_text(text)
+    assert store.create_run("early") == folder
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "notes.txt", "checkpoints"])
+def test_what_is_worth_keeping_is_never_taken(store: Store, name: str) -> None:
+    """A record that somebody removed does not make what was measured free to overwrite."""
+    folder = store.runs / "early"
+    folder.mkdir(parents=True)
+    for each, text in BEFORE_THE_RECORD.items():
+        (folder / each).write_text(text)
+    if name == "checkpoints":
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_text("step,tokens\n1,128\n")
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(UserError, match="never overwritten"):
+        store.create_run("early")
+    assert set(before) <= {path.name for path in folder.iterdir()}

@@ -15,6 +15,7 @@ import shutil
 import socket
 import time
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from workbench.errors import UserError, did_you_mean
@@ -25,6 +26,7 @@ from workbench.track.record import RunRecord, Status, read_record
 FOLDER = "mlruns"
 RECORD = "run_config.json"
 METRICS = "metrics.csv"
+SOURCE_DIFF = "source-*.diff"
 _LOCK = ".lock"
 
 # Locks held by this process: they last as long as it does, unless released.
@@ -133,6 +135,8 @@ class Store:
         if not _is_unused(folder):
             release_run(folder)
             raise _taken(folder)
+        with storing(folder):
+            _clear(folder)
         return folder
 
     def discard_run(self, folder: Path) -> None:
@@ -282,8 +286,23 @@ def _id_of(entry: RunEntry) -> str:
 
 
 def _is_unused(folder: Path) -> bool:
-    """Whether nothing but a lock lies there: a run was claimed and ended before it began."""
-    return not any(path.name != _LOCK for path in folder.iterdir())
+    """Whether a run was claimed and ended before it began: nothing lies there but what is written
+    before the record, a journal without a row among it."""
+    return not any(map(_is_worth_keeping, folder.iterdir()))
+
+
+def _is_worth_keeping(path: Path) -> bool:
+    if path.name == METRICS:
+        with path.open("rb") as file:
+            return file.read().count(b"\n") > 1
+    return not (path.name.startswith(".") or fnmatch(path.name, SOURCE_DIFF))
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an unused folder holds, but for its lock."""
+    for path in folder.iterdir():
+        if path.name != _LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _taken(folder: Path) -> UserError:
