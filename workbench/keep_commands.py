@@ -44,8 +44,9 @@ def sync(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Send MLflow what it does not have yet of runs that have ended, each point once."""
+    """Send MLflow what it does not have yet of runs that have ended, and of studies."""
     from workbench.track.feeder import send_run
+    from workbench.track.parents import send_study
     from workbench.track.store import Store
 
     store = Store()
@@ -61,6 +62,10 @@ def sync(
             done[entry.name] = f"not sent: {reason}"
         else:
             done[entry.name] = "complete"
+    for folder in () if runs else sorted(store.studies.glob("*/plan.json")):
+        reason = send_study(folder.parent)
+        name = f"study {folder.parent.name}"
+        done[name] = f"not sent: {reason}" if reason else "complete"
     failed = [name for name, said in done.items() if said.startswith("not sent")]
     code = StoreError.exit_code if failed else 0
     if as_json:

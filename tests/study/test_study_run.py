@@ -28,7 +28,7 @@ from workbench.study.check import check_study
 from workbench.study.ledger import Ledger
 from workbench.study.lock import is_being_run, study_lock
 from workbench.study.machine import share_machine
-from workbench.study.plan import folder_of, read_plan
+from workbench.study.plan import document_of_study, folder_of, plan_differences, read_plan
 from workbench.study.run import StudyOutcome, run_study
 from workbench.study.spec import load_study
 from workbench.study.states import RunState
@@ -90,6 +90,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(running, "_POLL_SECONDS", 0.02)
     # Reading the text of every arm has its own tests, and takes longer than all the rest.
     monkeypatch.setattr(running, "check_study", lambda study, store: Sound())
+    monkeypatch.setattr(running, "tell_mlflow", lambda *_: True)  # takes seconds to import
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     store = Store(tmp_path / "mlruns")
     monkeypatch.setenv("WB_HOME", str(store.home))
@@ -327,6 +328,18 @@ def test_a_changed_plan_is_refused_and_an_amended_one_remembered(lab: Lab) -> No
     assert plan.latest.finished_runs == 4
     assert "two seeds say too little" in lab.status()
     assert lab.run()[0].trained == []  # from now on this is the plan
+
+
+def test_a_field_that_a_later_version_brings_is_no_change_of_plan(lab: Lab) -> None:
+    study = load_study(lab.path)
+    now = document_of_study(study)
+    then = json.loads(json.dumps(now))
+    for arm in then["arms"].values():
+        del arm["training.z_loss"], arm["evaluation.stride"]
+    assert plan_differences(then, now) == []
+    now["arms"]["dense"]["training.z_loss"] = 0.1
+    assert plan_differences(then, now) == ["arms.dense.training.z_loss: null -> 0.1"]
+    assert plan_differences(now, then) != []
 
 
 def test_a_seed_dropped_later_stays_in_sight(lab: Lab) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workbench.errors import UserError, storing
 from workbench.spec.checklist import tag_of
+from workbench.spec.load import field_types
 from workbench.study.spec import Study
 from workbench.track.record import write_json
 from workbench.track.store import Store
@@ -130,7 +131,9 @@ def version_of(study: Study, reason: str | None = None, finished_runs: int = 0) 
 def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Every leaf that two frozen documents do not share, as `arms.a.optimizer.lr: 0.001 -> 0.01`.
 
-    An arm that only one of them has is one line.
+    An arm that only one of them has is one line. A field that the earlier document cannot have
+    known, since a later version of this package brought it, is no difference while it has its
+    default.
     """
     lines = []
     old, new = before["arms"], after["arms"]
@@ -144,9 +147,17 @@ def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         sides.append(dict(_leaves(kept)))
     for leaf in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = (json.dumps(side.get(leaf)) for side in sides)
-        if a != b:
+        if a != b and (leaf in sides[0] or not _is_default(leaf, sides[1][leaf])):
             lines.append(f"{leaf}: {a} -> {b}")
     return lines
+
+
+def _is_default(leaf: str, value: Any) -> bool:
+    """Whether `arms.<arm>.<field>` has the field's default."""
+    for name, info in field_types().items():
+        if leaf.endswith(f".{name}"):
+            return bool(info.get_default(call_default_factory=True) == value) or value is None
+    return False
 
 
 def folder_of(name: str, store: Store) -> Path:

@@ -20,8 +20,10 @@ from workbench.study.check import check_study
 from workbench.study.ledger import Ledger
 from workbench.study.lock import study_lock
 from workbench.study.machine import Share, share_machine
+from workbench.study.mlflow import tell_mlflow
 from workbench.study.plan import (
     FrozenPlan,
+    document_of_study,
     folder_of,
     plan_differences,
     read_plan,
@@ -77,6 +79,16 @@ class StudyOutcome:
         failed = any(one.state in ended and not one.dropped for one in self.states)
         return STOPPED_ITSELF if failed else 0
 
+    @property
+    def status(self) -> str:
+        """As MLflow shows it: FINISHED, FAILED, KILLED by a signal, or RUNNING elsewhere."""
+        if self.stopped_by is not None:
+            return "KILLED"
+        if self.exit_code:
+            return "FAILED"
+        open_ = any(state.state == "running" and not state.dropped for state in self.states)
+        return "RUNNING" if open_ else "FINISHED"
+
     def to_json(self) -> dict[str, Any]:
         """The document that `wb study run --json` prints."""
         return {
@@ -130,10 +142,9 @@ def require_same_plan(study: Study, plan: FrozenPlan) -> None:
     Raises:
         RefusedError: it was changed; with every difference.
     """
-    present = version_of(study)
-    if present.sha256 == plan.latest.sha256:
+    differences = plan_differences(plan.latest.document, document_of_study(study))
+    if not differences:
         return
-    differences = plan_differences(plan.latest.document, present.document)
     allowed = "the plan as it was frozen; --amend REASON, which the report will show"
     faults = [Fault(str(study.path), f"changed since {plan.latest.when}: {d}") for d in differences]
     message = f"the plan was frozen on {plan.first.when}, before its first run, and has changed"
@@ -170,7 +181,7 @@ def _settled(
         write_plan(folder, plan)
         say(f"the plan is frozen: {plan.first.when}, sha256 {plan.first.sha256[:16]}")
         return plan, share
-    if version_of(study).sha256 != plan.latest.sha256:
+    if plan_differences(plan.latest.document, document_of_study(study)):
         if amend is None:
             require_same_plan(study, plan)
         states = states_of(plan, store, ledger)
@@ -284,8 +295,16 @@ class _Runner:
             raise
         self._outcome.states = self._look()
         if began:
-            self._ledger.add("over", detail=summary(self._outcome.states))
+            self._close()
         return self._outcome
+
+    def _close(self) -> None:
+        """Notes how it ended, and tells MLflow."""
+        said = summary(self._outcome.states)
+        self._ledger.add("over", detail=said)
+        tracking = self._study.runs[0].spec.tracking
+        status, say = self._outcome.status, self._display.say
+        tell_mlflow(self._folder, tracking, status, said, [], say)
 
     def _in_turn(self, states: Sequence[RunState]) -> list[PlannedRun]:
         """The runs to train: seed by seed, so that what is there early can be paired."""

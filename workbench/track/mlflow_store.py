@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
+from workbench.track import parents
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.journal import Row, Tail
 from workbench.track.provenance import redact
@@ -189,6 +190,7 @@ class Feed:
         self._position: Position | None = None
         self._asked = False  # whether the server said what it has, since the last error
         self._waiting: list[Row] = []
+        self._parent: str | None = None
         self._beat = -math.inf  # when the server last heard that the run is alive
 
     def push(self) -> Position:
@@ -221,7 +223,8 @@ class Feed:
         self._send_rows(position, record)
         self._send_additions(position, record)
         odd = fields.renamed([*self._tail.names, *fields.added_names(record)])
-        self._send_tags(position, fields.tags_of(record, status, odd))
+        tags = fields.tags_of(record, status, odd) | self._parent_tag(record)
+        self._send_tags(position, tags)
         if status == "RUNNING":
             self._beat_heart(position)
         try:
@@ -307,6 +310,17 @@ class Feed:
             self._target.client.log_batch(position.run_id, tags=batch, synchronous=True)
         position.tags_sha256 = digest
         self._note(position)
+
+    def _parent_tag(self, record: RunRecord) -> dict[str, str]:
+        """The run's place under its study; nothing, where no study planned it."""
+        folder = parents.folder_of_study(record, self._folder)
+        if folder is None:
+            return {}
+        if self._parent is None:
+            with exclusive(folder / _LOCK):
+                client, experiment = self._target.client, self._target.experiment_id
+                self._parent = parents.find_or_create(client, experiment, folder)
+        return {parents.PARENT_TAG: self._parent}
 
     def _beat_heart(self, position: Position) -> None:
         """Tells the server that the run is alive: one that says RUNNING and has not been heard of

@@ -1,0 +1,59 @@
+"""Tells MLflow how a study stands, in a process of its own that nothing waits for without end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workbench.spec.run import TrackingSpec
+from workbench.study.plan import now
+from workbench.track.feeder import patience
+from workbench.track.parents import SUMMARY
+from workbench.track.provenance import PACKAGE, redact
+from workbench.track.record import write_json
+
+
+def tell_mlflow(
+    folder: Path,
+    tracking: TrackingSpec,
+    status: str,
+    summary: str,
+    reports: Sequence[Path],
+    say: Callable[[str], None],
+) -> bool:
+    """Writes `summary.json` and sends the study; False where MLflow did not take it in time.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    document = {
+        "status": status,
+        "when": now(),
+        "summary": summary,
+        "experiment": tracking.experiment,
+        "uri": tracking.uri and redact(tracking.uri),
+        "reports": [str(path) for path in reports],
+    }
+    write_json(folder / SUMMARY, document)
+    environment = dict(os.environ)
+    paths = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if tracking.uri:
+        environment["MLFLOW_TRACKING_URI"] = tracking.uri
+    seconds = patience()
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-m", "workbench.track.parents", str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=max(0.1, seconds),
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError):
+        say(f"MLflow does not have all of the study {folder.name} yet; to send it: wb sync")
+        return False
+    return True
