@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 # make lint is the part of check that is not tests
-.PHONY: run test test-all lint check reliability install clean
+.PHONY: run test test-all lint check install clean
 
 $(BIN)/wb: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,10 +41,6 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint test
-
-# what a run survives, measured: reports/reliability.md
-reliability: $(VENV)/.test
-	$(BIN)/python tests/reliability.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -175,10 +175,10 @@ def kernel_chunks_do_not_change_the_result(chunk: int, tokens: int) -> None:
 
 @pytest.mark.parametrize(("z_loss", "direct"), [(0.0, False), (1e-4, True)])
 def kernel_two_micro_batches_equal_one(z_loss: float, direct: bool) -> None:
-    """5 and 21 scored tokens, divided by the 26 of the window."""
-    hidden, weight, targets = problem(tokens=40, ignore=0)
-    targets[5:12] = IGNORED
-    targets[33:] = IGNORED
+    """11 and 101 scored tokens, divided by the 112 of the window."""
+    hidden, weight, targets = problem(tokens=160, ignore=0)
+    targets[11:30] = IGNORED
+    targets[131:] = IGNORED
     how = settings(z_loss)
     nll = float(plain(hidden, weight, targets)[0])
     _, of_hidden, of_weight = plain(hidden, weight, targets, z_loss)
@@ -186,17 +186,17 @@ def kernel_two_micro_batches_equal_one(z_loss: float, direct: bool) -> None:
     workspace = Workspace(direct=direct)
     split, leaf = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
     sums = []
-    for part in (slice(0, 10), slice(10, 40)):
+    for part in (slice(0, 20), slice(20, 160)):
         sums.append(
             liger.linear_cross_entropy(leaf[part], split, targets[part], how, FLOAT32, workspace)
         )
-        (sums[-1].objective / sums[-1].objective.new_tensor(26)).backward()
-    assert [part.tokens for part in sums] == [5, 21]
+        (sums[-1].objective / sums[-1].objective.new_tensor(112)).backward()
+    assert [part.tokens for part in sums] == [11, 101]
     assert sum(float(part.nll) for part in sums) == pytest.approx(nll, rel=VALUE)
     assert leaf.grad is not None
     assert split.grad is not None
-    assert error(leaf.grad, of_hidden / 26) < GRADIENT
-    assert error(split.grad, of_weight / 26) < GRADIENT
+    assert error(leaf.grad, of_hidden / 112) < GRADIENT
+    assert error(split.grad, of_weight / 112) < GRADIENT
 
 
 @pytest.mark.parametrize("sparse", [False, True])

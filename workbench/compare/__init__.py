@@ -5,8 +5,11 @@ from workbench.compare import compare_runs
 comparison = compare_runs("mlruns/runs/a", "mlruns/runs/b", treatment=["model"])
 comparison.verdict
 comparison.results.numbers["held_out/nll"].difference
+
+`compare_arms({"mha": [...], "gqa": [...]})` does the same of arms of several seeds.
 """
 
+from workbench.compare.arms import ArmsComparison, compare_arms
 from workbench.compare.facts import facts_of_record, facts_of_spec
 from workbench.compare.pair import Check, Comparison, check_specs, compare_runs
 from workbench.compare.report import write_report
@@ -14,10 +17,12 @@ from workbench.compare.rules import Judgement, judge
 from workbench.compare.terminal import render_check, render_terminal
 
 __all__ = [
+    "ArmsComparison",
     "Check",
     "Comparison",
     "Judgement",
     "check_specs",
+    "compare_arms",
     "compare_runs",
     "facts_of_record",
     "facts_of_spec",

@@ -50,11 +50,11 @@ class Check:
 
     def exit_code(self, strict: bool = False) -> int:
         """0 comparable or flagged, 1 flagged with `strict`, 3 refused."""
-        return _exit_code(self.verdict, strict)
+        return exit_of(self.verdict, strict)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `wb check --json` prints; strict JSON."""
-        return _document(self.judgement, self.asked, self.names) | {"results": None, "report": None}
+        return document(self.judgement, self.asked, self.names) | {"results": None, "report": None}
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Comparison:
 
     def exit_code(self, strict: bool = False) -> int:
         """0 comparable or flagged, 1 flagged with `strict`, 3 refused."""
-        return _exit_code(self.verdict, strict)
+        return exit_of(self.verdict, strict)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `wb compare --json` prints; strict JSON."""
         numbers = None
         if self.results is not None:
             numbers = {name: number.to_json() for name, number in self.results.numbers.items()}
-        document = _document(self.judgement, self.asked, self.names)
-        document |= {"at": self.at, "results": strict(numbers)}
-        return document | {"report": str(self.report) if self.report else None}
+        found = document(self.judgement, self.asked, self.names)
+        found |= {"at": self.at, "results": strict(numbers)}
+        return found | {"report": str(self.report) if self.report else None}
 
 
 def compare_runs(
@@ -154,24 +154,28 @@ def compare_runs(
     folders = Path(a), Path(b)
     records = [read_record(folder) for folder in folders]
     given = statuses or (records[0].status, records[1].status)
-    labels = names or _distinct(records[0].name, records[1].name)
+    labels = names or distinct(records[0].name, records[1].name)
     first, second = (
         Side(name, folder, record.model_copy(update={"status": status}), status)
         for name, folder, record, status in zip(labels, folders, records, given, strict=True)
     )
-    _check_sides(first, second)
+    if first.record.id == second.record.id or folders[0].resolve() == folders[1].resolve():
+        message = "this is the same run twice"
+        raise UserError.at(str(folders[1]), message, second.record.id, "another run")
+    for side in (first, second):
+        require_ended(side)
     for folder, record in zip(folders, records, strict=True):
         check_record(folder, record)
 
-    points = [_points(side.record) for side in (first, second)]
-    common = tuple(sorted(points[0].keys() & points[1].keys()))
+    found = [points(side.record) for side in (first, second)]
+    common = tuple(sorted(found[0].keys() & found[1].keys()))
     if at is not None and at not in common:
         allowed = ", ".join(map(str, common)) or "the runs have no evaluation point in common"
         raise UserError.at("--at", "both runs must have been evaluated there", at, allowed)
     tokens = at if at is not None else max(common, default=None)
     facts = (
-        facts_of_record(first.record, points[0][tokens] if tokens else None),
-        facts_of_record(second.record, points[1][tokens] if tokens else None),
+        facts_of_record(first.record, found[0][tokens] if tokens else None),
+        facts_of_record(second.record, found[1][tokens] if tokens else None),
     )
     judgement = judge(*facts, treatment=treatment, allow=allow)
 
@@ -220,7 +224,7 @@ def check_specs(
     asked = check_claims(claims)
     facts = facts_of_spec(a, foreseen_a), facts_of_spec(b, foreseen_b)
     judgement = judge(*facts, treatment=treatment, allow=allow, mode="specs")
-    return Check(_distinct(a.name, b.name), paths or (a.name, b.name), judgement, asked)
+    return Check(distinct(a.name, b.name), paths or (a.name, b.name), judgement, asked)
 
 
 def refusing(judgement: Judgement) -> dict[Claim, str]:
@@ -232,10 +236,11 @@ def refusing(judgement: Judgement) -> dict[Claim, str]:
     }
 
 
-def _document(
+def document(
     judgement: Judgement, asked: Sequence[Claim], names: tuple[str, str]
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {
+    """What a comparison and a check print as JSON alike."""
+    found: dict[str, Any] = {
         "verdict": judgement.verdict(asked),
         "claims": dict(judgement.claims),
         "rules": [_ruling(ruling, judgement, names) for ruling in judgement.rules],
@@ -245,8 +250,8 @@ def _document(
     }
     if judgement.mode == "specs":
         unknown = judgement.with_outcome("not yet known")
-        document["not_yet_known"] = [leaf.path for leaf in unknown]
-    return document
+        found["not_yet_known"] = [leaf.path for leaf in unknown]
+    return found
 
 
 def _ruling(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> dict[str, Any]:
@@ -271,18 +276,20 @@ def _ruling(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> dic
     }
 
 
-def _check_sides(a: Side, b: Side) -> None:
-    if a.record.id == b.record.id or a.folder.resolve() == b.folder.resolve():
-        raise UserError.at(str(b.folder), "this is the same run twice", b.record.id, "another run")
-    for side in (a, b):
-        version = side.record.schema_version
-        if version > SCHEMA_VERSION:
-            message = "this record was written by a newer version of workbench"
-            allowed = f"version {SCHEMA_VERSION} or older"
-            raise UserError.at(str(side.folder), message, version, allowed)
-        if side.status == "RUNNING":
-            message = "this run is still going"
-            raise UserError.at(str(side.folder), message, None, "a run that has ended")
+def require_ended(side: Side) -> None:
+    """Lets a run be judged whose record this version can read, and that goes on no more.
+
+    Raises:
+        UserError: it is of a newer version, or still going.
+    """
+    version = side.record.schema_version
+    if version > SCHEMA_VERSION:
+        message = "this record was written by a newer version of workbench"
+        allowed = f"version {SCHEMA_VERSION} or older"
+        raise UserError.at(str(side.folder), message, version, allowed)
+    if side.status == "RUNNING":
+        message = "this run is still going"
+        raise UserError.at(str(side.folder), message, None, "a run that has ended")
 
 
 def _permits(judgement: Judgement, asked: Iterable[Claim]) -> bool:
@@ -291,28 +298,35 @@ def _permits(judgement: Judgement, asked: Iterable[Claim]) -> bool:
 
 
 def _not_finite(a: RunData, b: RunData, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Facts of the sets whose NLL at the point compared is not finite in both: such a number is
-    not known, so that no claim can rest on it and no treatment explains it."""
-    facts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for name in evaluated_sets(a.metrics, b.metrics):
-        values = [measured_at(run, f"{name}/nll", tokens) for run in (a, b)]
-        finite = [value is None or math.isfinite(value) for value in values]
-        if not all(finite):
-            for side, known in zip(facts, finite, strict=True):
-                side[f"{EVALUATION}{name}.{FINITE}"] = True if known else None
-    return facts
+    """Facts of the sets whose NLL at the point compared is not finite in both."""
+    unknown = not_finite(a, tokens), not_finite(b, tokens)
+    known: dict[str, Any] = dict.fromkeys([*unknown[0], *unknown[1]], True)
+    return known | unknown[0] if known else {}, known | unknown[1] if known else {}
 
 
-def _points(record: RunRecord) -> dict[int, Point]:
+def not_finite(run: RunData, tokens: int) -> dict[str, None]:
+    """A leaf for each set whose NLL at a point is not finite: such a number is not known, so that
+    no claim can rest on it and no treatment explains it."""
+    found: dict[str, None] = {}
+    for name in evaluated_sets(run.metrics, run.metrics):
+        value = measured_at(run, f"{name}/nll", tokens)
+        if value is not None and not math.isfinite(value):
+            found[f"{EVALUATION}{name}.{FINITE}"] = None
+    return found
+
+
+def points(record: RunRecord) -> dict[int, Point]:
     """Tokens -> point, without the start: before training there is nothing to compare."""
     return {point.tokens: point for point in record.points if point.tokens > 0}
 
 
-def _distinct(a: str, b: str) -> tuple[str, str]:
+def distinct(a: str, b: str) -> tuple[str, str]:
+    """What to call two that may have one name."""
     return (a, b) if a != b else (f"{a} (first)", f"{b} (second)")
 
 
-def _exit_code(verdict: Verdict, strict: bool) -> int:
+def exit_of(verdict: Verdict, strict: bool) -> int:
+    """0 comparable or flagged, 1 flagged with `strict`, 3 refused."""
     if verdict == "refused":
         return 3
     return 1 if strict and verdict == "flagged" else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +111,12 @@ def results_of(a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
             claim: Claim = "nll" if score == "nll" else "bpb"
             metric = f"{name}/{score}"
             if claim in refused:
-                numbers[metric] = _blank(unit, claim, refused[claim], _what(name, a.record))
+                numbers[metric] = _blank(unit, claim, refused[claim], set_words(name, a.record))
                 continue
             # The bands of bits per byte are drawn only where those of NLL may not be.
             bands = score == "nll" or "nll" in refused
             series[metric] = _series(a, b, name, score, tokens, bands)
-            numbers[metric] = _number(series[metric], tokens, claim, _what(name, a.record))
+            numbers[metric] = _number(series[metric], tokens, claim, set_words(name, a.record))
         if "nll" in refused:
             numbers[f"{name}/perplexity"] = _blank("1", "nll", refused["nll"], "exp of the NLL")
         else:
@@ -147,14 +147,14 @@ def _clean(a: RunData, b: RunData, name: str, tokens: int, refused: Mapping[Clai
     what, unit = "over the documents alone that do not overlap the training text", "nats/token"
     if "nll" in refused:
         return _blank(unit, "nll", refused["nll"], what)
-    clean = [_clean_documents(run, name) for run in (a, b)]
+    clean = [clean_documents(run, name) for run in (a, b)]
     if clean[0] != clean[1]:
         return Number(None, None, unit, "nll", what=what, blank="other documents are clean in each")
     values = [measured_at(run, f"{name}/clean_nll", tokens) for run in (a, b)]
     return Number(values[0], values[1], unit, "nll", what=what)
 
 
-def _clean_documents(run: RunData, name: str) -> list[tuple[str, ...]] | None:
+def clean_documents(run: RunData, name: str) -> list[tuple[str, ...]] | None:
     """The clean documents of a set; None where they are not kept."""
     scores = next((found[name] for found in run.scores.values() if name in found), None)
     if scores is None or not scores.clean:
@@ -251,38 +251,48 @@ def _minus(b: float | None, a: float | None) -> float | None:
     return b - a
 
 
-def _of_training(
-    a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
-) -> dict[str, Number]:
-    stream = (
+def training_numbers(
+    runs: Sequence[RunData], tokens: int, stream: Sequence[float | None]
+) -> dict[str, tuple[list[float | None], str, str, Claim | None]]:
+    """Name -> the values of every run, their unit, what they are, and the claim they belong to.
+
+    Args:
+        stream: the NLL of the optimised stream of every run.
+    """
+    last = (
         f"the optimised stream: mean of the last logged rows up to the point, {TRAIN_ROWS} at most"
     )
     speed = "after warm-up; evaluation, saving and compilation outside the clock"
-    size_a, size_b = a.record.effective.parameters, b.record.effective.parameters
-    out_a, out_b = a.record.results, b.record.results
-    train_a, train_b = (_train_nll(run.metrics, tokens) for run in (a, b))
+    sizes = [run.record.effective.parameters for run in runs]
+    out = [run.record.results for run in runs]
     size, active = "trainable, a tied matrix once", "used for one token; never judged"
     consumed, peak = "consumed at the point compared", "at most, of the device or process"
-    numbers = {
-        "train/nll": Number(train_a, train_b, "nats/token", "nll", what=stream),
-        "parameters/total": Number(size_a.total, size_b.total, "1", what=size),
-        "parameters/active": Number(size_a.active, size_b.active, "1", what=active),
-        "tokens": Number(tokens, tokens, "tokens", what=consumed),
-        "tokens_per_s": Number(
-            out_a.tokens_per_s, out_b.tokens_per_s, "tokens/s", "throughput", what=speed
-        ),
-        "peak_memory_bytes": Number(
-            out_a.peak_memory_bytes, out_b.peak_memory_bytes, "bytes", "memory", what=peak
-        ),
+    memory: list[float | None] = [one.peak_memory_bytes for one in out]
+    return {
+        "train/nll": (list(stream), "nats/token", last, "nll"),
+        "parameters/total": ([one.total for one in sizes], "1", size, None),
+        "parameters/active": ([one.active for one in sizes], "1", active, None),
+        "tokens": ([tokens] * len(runs), "tokens", consumed, None),
+        "tokens_per_s": ([one.tokens_per_s for one in out], "tokens/s", speed, "throughput"),
+        "peak_memory_bytes": (memory, "bytes", peak, "memory"),
     }
-    for name, number in numbers.items():
-        if number.claim is not None and number.claim in refused:
-            rules = refused[number.claim]
-            numbers[name] = _blank(number.unit, number.claim, rules, number.what)
+
+
+def _of_training(
+    a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
+) -> dict[str, Number]:
+    stream = [train_nll(run.metrics, tokens) for run in (a, b)]
+    numbers = {}
+    for name, (values, unit, what, claim) in training_numbers((a, b), tokens, stream).items():
+        if claim is not None and claim in refused:
+            numbers[name] = _blank(unit, claim, refused[claim], what)
+        else:
+            numbers[name] = Number(values[0], values[1], unit, claim, what=what)
     return numbers
 
 
-def _train_nll(metrics: Metrics, tokens: int) -> float | None:
+def train_nll(metrics: Metrics, tokens: int) -> float | None:
+    """The mean of the last logged rows of the optimised stream up to a point."""
     values = [
         value for at, (_, value) in _evaluations(metrics, "train/nll").items() if at <= tokens
     ]
@@ -296,7 +306,8 @@ def _blank(unit: str, claim: Claim, rules: str, what: str) -> Number:
     return Number(None, None, unit, claim, what=what, blank=f"refused: {rules}")
 
 
-def _what(name: str, record: RunRecord) -> str:
+def set_words(name: str, record: RunRecord) -> str:
+    """What an evaluation set is, in a few words."""
     evaluated = record.effective.evaluation
     logged = {logged_name(asked, facts.status): facts for asked, facts in evaluated.items()}
     facts = logged.get(name)

@@ -56,7 +56,8 @@ class Leaf:
     """One value of each side, and what was made of the pair.
 
     `follows` names the leaves that explain a difference; `asked` the requested settings that differ
-    and become this leaf.
+    and become this leaf. Of arms, `runs` are the two that differ where not all pairs do, and `note`
+    says what was found.
     """
 
     path: str
@@ -66,6 +67,8 @@ class Leaf:
     b: Any
     follows: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
+    runs: tuple[str, str] | None = None
+    note: str = ""
 
     @property
     def counts(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 
 from workbench.compare.document import Badge, Block, Inline, Paragraph, Strong, paragraph
 from workbench.compare.numbers import written
@@ -65,12 +66,22 @@ def main_number(comparison: Comparison) -> tuple[str, Number] | None:
     for claim in comparison.asked:
         if claim in refusing(comparison.judgement):
             continue
-        for pattern in _MAIN[claim]:
-            by_length = sorted(numbers, key=lambda name: (len(name), name))
-            for name in fnmatch.filter(by_length, pattern):
-                number = numbers[name]
-                if number.a is not None and number.b is not None:
-                    return name, number
+        measured = [
+            name
+            for name, number in numbers.items()
+            if number.a is not None and number.b is not None
+        ]
+        if (name := main_name(measured, claim)) is not None:
+            return name, numbers[name]
+    return None
+
+
+def main_name(measured: Iterable[str], claim: Claim) -> str | None:
+    """Of the numbers measured, the one that a claim is about."""
+    by_length = sorted(measured, key=lambda name: (len(name), name))
+    for pattern in _MAIN[claim]:
+        if found := fnmatch.filter(by_length, pattern):
+            return found[0]
     return None
 
 

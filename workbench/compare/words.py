@@ -262,11 +262,14 @@ def _pairs(leaves: Iterable[Leaf]) -> str:
     leaves = list(leaves)
     parts = []
     for leaf in leaves[:_SHOWN]:
-        if leaf.outcome == "missing":
-            parts.append(f"{label(leaf.path)} {_lacking(leaf)}")
+        where = f" ({leaf.runs[0]} against {leaf.runs[1]})" if leaf.runs else ""
+        if leaf.note:
+            parts.append(leaf.note)
+        elif leaf.outcome == "missing":
+            parts.append(f"{label(leaf.path)} {_lacking(leaf)}{where}")
         else:
             a, b = show_pair(leaf.a, leaf.b)
-            parts.append(f"{label(leaf.path)} {a} against {b}")
+            parts.append(f"{label(leaf.path)} {a} against {b}{where}")
     if len(leaves) > _SHOWN:
         parts.append(f"{len(leaves) - _SHOWN} more")
     return "; ".join(parts)

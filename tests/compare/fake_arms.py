@@ -1,0 +1,61 @@
+"""Arms of several seeds, made without training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_runs import full_record, full_spec, points, sha
+from fake_runs import write_run as write_synced
+
+from workbench.track.record import RunRecord
+
+
+def write_run(folder: Path, record: RunRecord, **options: Any) -> Path:
+    """`fake_runs.write_run`, without waiting for the disk at every row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        return write_synced(folder, record, **options)
+
+
+def points_of_seed(seed: int) -> list[Any]:
+    """The evaluation points of a run whose windows come in the order of its seed."""
+    return [{**point, "order_digest": sha(f"{seed} {point['tokens']}")} for point in points()]
+
+
+def write_arm(
+    home: Path,
+    name: str,
+    shifts: dict[int, float],
+    *,
+    record: dict[str, Any] | None = None,
+    **changes: Any,
+) -> list[Path]:
+    """The folders of an arm's runs.
+
+    Args:
+        shifts: seed -> how much the NLL of its run is above that of a run with shift 0.
+        record: fields of every run's record.
+        changes: sections of every run's spec.
+    """
+    folders = []
+    for seed, shift in shifts.items():
+        run = f"{name}-s{seed}"
+        made = full_record(
+            run,
+            spec=full_spec(seed=seed, name=run, **changes),
+            points=points_of_seed(seed),
+            **(record or {}),
+        )
+        folders.append(write_run(home / run, made, shift=shift, seed=seed))
+    return folders
+
+
+def shifts(seeds: Sequence[int], mean: float, spread: float, draw: int = 0) -> dict[int, float]:
+    """Seed -> a normal draw; with one `draw`, the same seed has the same luck in every arm."""
+    rng = np.random.default_rng([draw, 77])
+    return {seed: mean + spread * float(rng.standard_normal()) for seed in seeds}
