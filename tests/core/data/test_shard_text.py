@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ def test_a_shard_is_split_as_its_text_is(
     load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer, small: Tokenizer
 ) -> None:
     """Near-duplicates on one side, by whatever ids; each set is the same, to its hash."""
-    alone = texts(60, 0)
+    alone = [text.title() if i % 2 else text for i, text in enumerate(texts(60, 0))]
     alike = [f"{' '.join(text.split()[:30])} {texts(1, 90 + i)[0]}" for i, text in enumerate(alone)]
     documents = [*alone, *alike[:25]]
     (tmp_path / "a.txt").write_text("\n\n".join(documents))
@@ -362,3 +363,67 @@ def test_few_documents_beside_a_held_out_shard_are_scored_as_documents(
     empty = write_shard(tmp_path / "c", [""], byte_tokenizer)
     with pytest.raises(DataError, match=r"eval_tokens_path: the documents .* hold no ids"):
         load(tokens_path=train, eval_tokens_path=empty)
+
+
+def write_megatron(stem: Path, documents: list[str], tokenizer: Tokenizer) -> str:
+    rows = [np.append(tokenizer.encode(t), np.uint16(tokenizer.eod_id)) for t in documents]
+    lengths = np.array([len(row) for row in rows], "<i4")
+    starts = (np.cumsum(lengths) - lengths) * 2
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(rows), len(rows) + 1)
+    table = [lengths, starts.astype("<i8"), np.arange(len(rows) + 1, dtype="<i8")]
+    stem.with_suffix(".idx").write_bytes(head + b"".join(part.tobytes() for part in table))
+    stem.with_suffix(".bin").write_bytes(b"".join(row.tobytes() for row in rows))
+    return str(stem)
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled", "random"])
+def test_documents_of_a_megatron_pair(
+    load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer, order: str
+) -> None:
+    """Known by their boundaries, decoded by a tokenizer that is known by name: whole documents are
+    held out, the same under every order, and never train."""
+    documents = texts(60, 0)
+    pair = write_megatron(tmp_path / "corpus", documents, byte_tokenizer)
+    data = load(
+        tokenizer={"name": "bytes", "vocab_size": 257},
+        tokens_path=pair,
+        held_out_ratio=0.2,
+        order=order,
+    )
+    found = data.facts["evaluation"]["held_out"]
+    assert (found["status"], found["unit"]) == ("held_out", "document")
+    assert found["overlap"]["measured_on"] == "words of the decoded ids (bytes)"
+    held_out = [
+        bytes(ids[:-1].tolist()).decode() for ids in data.evaluation_sets["held_out"].documents
+    ]
+    assert len(held_out) == found["documents"] == data.facts["data"]["counts"]["held_out_documents"]
+    assert set(held_out) < set(documents)
+    assert 5 <= len(held_out) <= 20
+    stream = data.train_stream()
+    read = stream.next_batch(2 * (stream.windows_per_epoch or 100))
+    trained = bytes(np.where(read < 256, read, 10).astype(np.uint8).ravel().tolist())
+    assert not [text for text in held_out if text[40:70].encode() in trained]
+    if order != "random":
+        assert [text for text in documents if text[40:60].encode() in trained]
+    hidden = load(
+        tokenizer={"name": "toy", "vocab_size": 257},
+        tokens_path=pair,
+        held_out_ratio=0.2,
+        overlap_ngram=100,
+    )
+    assert hidden.facts["evaluation"]["held_out"]["overlap"]["measured_on"].startswith("token ids")
+
+
+def test_bytes_of_blocks_are_known_where_the_tokenizer_is(
+    load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """By content, and on this machine; a shard trains without it all the same."""
+    text = " ".join(texts(40, 0))
+    one = write_shard(tmp_path / "a", [text], byte_tokenizer)
+    found = load(tokens_path=one).facts["evaluation"]["held_out"]
+    assert (found["unit"], found["bytes"]) == ("block of 1024 tokens", found["scored_tokens"])
+    away = write_shard(tmp_path / "b", [text], byte_tokenizer, "ef" * 32, name="p50k_edit")
+    data = load(tokens_path=away)
+    found = data.facts["evaluation"]["held_out"]
+    assert found["bytes"] == {"not_applicable": "the text of these ids is not known"}
+    assert data.evaluation_sets["contaminated"].byte_counts is None
