@@ -8,6 +8,7 @@ import unicodedata
 import numpy as np
 import pytest
 
+from workbench.core.data import near_duplicates as near_duplicates_module
 from workbench.core.data import ngrams
 from workbench.core.data.near_duplicates import NearDuplicates, group
 from workbench.core.data.ngrams import id_hashes, word_batches, word_hashes
@@ -67,8 +68,13 @@ def test_case_blanks_and_punctuation_do_not_count() -> None:
     assert word_hashes(["the quick"]).values.tolist() != word_hashes(["the quack"]).values.tolist()
 
 
+@pytest.mark.parametrize("at_once", [7, 1 << 14])
 @pytest.mark.parametrize("n", [1, 2, 3, 13])
-def test_ngrams_are_those_of_the_definition(n: int) -> None:
+def test_ngrams_are_those_of_the_definition(
+    n: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are hashed at once."""
+    monkeypatch.setattr(ngrams, "_AT_ONCE", at_once)
     draw = random.Random(7)
     texts = [" ".join(draw.choices("abcd", k=k)) for k in (0, 1, 2, 12, 13, 14, 40, 0, 300, 5)]
     found = ngrams.ngrams(word_hashes(texts), n)
@@ -124,8 +130,13 @@ def near_duplicates() -> tuple[list[str], list[set[int]]]:
     return texts, [*linked, *({i} for i in alone)]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("parts", [1, 7])
-def test_documents_that_share_passages_are_one_group(parts: int) -> None:
+def test_documents_that_share_passages_are_one_group(
+    parts: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(near_duplicates_module, "_FOR_THREADS", 10)
+    monkeypatch.setattr(near_duplicates_module, "cores", lambda: threads)
     texts, expected = near_duplicates()
     for seed in range(3):
         order = random.Random(seed).sample(range(len(texts)), len(texts))

@@ -24,6 +24,7 @@ Shapes: D documents, E entries (one for each different n-gram of each document).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +38,12 @@ from workbench.core.data.ngrams import (
     ngrams,
     word_hashes,
 )
+from workbench.core.data.workers import cores
 
 MOST_ENTRIES = 16 << 20
 MOST_PAIRED = 8
 SHARE = 0.2
+_FOR_THREADS = 1 << 21  # hashes; so many are sorted on all cores
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +74,12 @@ class Sample:
 
 def sample_of(grams: Ragged, halvings: int = 0) -> Sample:
     """The sample of these documents at the rate 2^-halvings."""
+    hashes = grams.values
     documents = np.repeat(np.arange(len(grams), dtype=np.int32), grams.lengths)
-    kept = grams.values <= _limit(halvings)
-    hashes, documents = _distinct(grams.values[kept], documents[kept])
+    if halvings:
+        kept = hashes <= _limit(halvings)
+        hashes, documents = hashes[kept], documents[kept]
+    hashes, documents = _distinct(hashes, documents)
     return Sample(hashes, documents, _fingerprints(grams))
 
 
@@ -220,6 +226,24 @@ def _distinct(
 
 def _occurs_again(hashes: UInt64) -> npt.NDArray[np.bool_]:
     """Which of the hashes stand there more than once [E]."""
+    if len(hashes) >= _FOR_THREADS and (most := cores()) > 1:  # numpy sorts outside the lock
+        found = np.zeros(len(hashes), bool)
+        bits = most.bit_length()
+        first = (hashes >> np.uint64(64 - bits)).astype(np.uint8)
+
+        def look(value: int) -> npt.NDArray[np.intp]:
+            at = np.flatnonzero(first == value)
+            return at[_again(hashes[at])]
+
+        with ThreadPoolExecutor(most) as pool:
+            for at in pool.map(look, range(1 << bits)):
+                found[at] = True
+        return found
+    return _again(hashes)
+
+
+def _again(hashes: UInt64) -> npt.NDArray[np.bool_]:
+    """`_occurs_again` on this core."""
     ordered = np.sort(hashes)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     found = np.zeros(len(hashes), bool)

@@ -35,6 +35,7 @@ _SEPARATOR, _PART, _ALONE = 0, 1, 2
 _TABLE_PLACES = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _COMMON = 0x3000  # code points whose table is built in no time; that of all takes 0.3 s
+_AT_ONCE = 1 << 14  # n-grams, in what the processor's cache holds
 _BLANK = re.compile(r"\s")
 # Letters of scripts that put no blanks between words: first and last code point.
 _WITHOUT_BLANKS = (
@@ -168,9 +169,11 @@ def ngrams(units: Ragged, n: int = WORDS) -> Ragged:
     """
     lengths = units.lengths
     counts = np.where(lengths >= n, lengths - n + 1, np.minimum(lengths, 1))
+    long = lengths >= n
+    if long.all():
+        return windows(units, n)
     offsets = np.r_[0, np.cumsum(counts)].astype(np.int64)
     values = np.empty(offsets[-1], np.uint64)
-    long = lengths >= n
     values[np.repeat(long, counts)] = windows(units, n).values
     for m in np.unique(lengths[~long & (lengths > 0)]):
         exact = lengths == m
@@ -185,18 +188,23 @@ def windows(units: Ragged, n: int) -> Ragged:
         raise ValueError(f"n-grams of {n} units: at least 1, at most {MOST_UNITS}")
     counts = np.maximum(units.lengths - n + 1, 0)
     offsets = np.r_[0, np.cumsum(counts)].astype(np.int64)
-    all_windows = max(len(units.values) - n + 1, 0)
-    values = np.zeros(all_windows, np.uint64)
-    for k in range(n if all_windows else 0):
-        values += units.values[k : k + all_windows] * _multipliers()[k]
-    # Those that run from one document into the next are dropped.
-    crossing = np.ones(all_windows, bool)
-    if len(units) > 1:
-        at = np.repeat(units.offsets[:-1] - offsets[:-1], counts) + np.arange(offsets[-1])
-        crossing[:] = False
-        crossing[at] = True
-        values = values[crossing]
-    return Ragged(_mixed(values), offsets)
+    values = np.empty(max(len(units.values) - n + 1, 0), np.uint64)
+    products = np.empty(min(len(values), _AT_ONCE), np.uint64)
+    for start in range(0, len(values), _AT_ONCE):
+        sums = values[start : start + _AT_ONCE]
+        some = products[: len(sums)]
+        np.multiply(units.values[start : start + len(sums)], _multipliers()[0], out=sums)
+        for k in range(1, n):
+            ahead = units.values[start + k : start + k + len(sums)]
+            sums += np.multiply(ahead, _multipliers()[k], out=some)
+        _mix(sums, some)
+    if len(units) > 1:  # those that run from one document into the next are dropped
+        kept = np.ones(len(units.values), bool)
+        for k in range(1, n):
+            starts = units.offsets[1:] - k
+            kept[starts[starts >= 0]] = False
+        values = values[kept[: len(values)]]
+    return Ragged(values, offsets)
 
 
 def word_batches(texts: Iterable[Text], overlap: int) -> Iterator[Ragged]:
@@ -293,10 +301,16 @@ def _multipliers() -> UInt64:
 def _mixed(values: UInt64) -> UInt64:
     """Every bit of each value spread over all 64 (the finaliser of splitmix64, Steele et al.
     2014, https://doi.org/10.1145/2714064.2660195)."""
-    mixed = values + _GOLDEN
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
+    mixed = values.copy()
+    _mix(mixed, np.empty_like(mixed))
     return mixed
+
+
+def _mix(values: UInt64, space: UInt64) -> None:
+    """`_mixed` in place; `space` is as large, and written to."""
+    values += _GOLDEN
+    values ^= np.right_shift(values, np.uint64(30), out=space)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= np.right_shift(values, np.uint64(27), out=space)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= np.right_shift(values, np.uint64(31), out=space)

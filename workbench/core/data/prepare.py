@@ -42,7 +42,7 @@ from workbench.core.data.parts import Part, Task, TokenizerName
 from workbench.core.data.shard_index import BIN, INDEX
 from workbench.core.data.shards import ShardWriter
 from workbench.core.data.sides import Documents, Sides, choose_sides, first_of_each
-from workbench.core.data.split import MIN_DOCUMENTS
+from workbench.core.data.split import MIN_DOCUMENTS, merged
 from workbench.core.data.workers import Workers
 from workbench.errors import StoreError, storing
 
@@ -333,8 +333,8 @@ class StoredPassages(Passages):
         for number, spans in zip(numbers, np.split(self.spans, starts[1:]), strict=True):
             lengths = spans[:, 1] - spans[:, 0]
             offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
-            places = np.repeat(spans[:, 0] - offsets[:-1], lengths) + np.arange(offsets[-1])
-            yield Ragged(parts.stored_words(self.folder, int(number))[places], offsets)
+            words = parts.stored_words(self.folder, int(number))
+            yield Ragged(np.concatenate([words[a:b] for a, b in merged(spans).tolist()]), offsets)
 
 
 def _ragged(rows: list[UInt64]) -> Ragged:
