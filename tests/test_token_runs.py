@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from tiny_runs import ROUTED, untracked_run
 
 from workbench import run as runner
+from workbench.core.data.batches import Order
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import scoring_windows
 from workbench.core.data.loading import Data, load_data, vocab_size_of
@@ -156,15 +158,43 @@ class Interrupter(NullTracker):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "broken")
-    straight = untracked_run(token_spec(), Store(tmp_path / "straight"))
+def beside_text(folder: Path) -> dict[str, Any]:
+    """A shard of documents that is split, and text beside it."""
+    documents = [f"document {i}: " + " ".join(map(str, range(i, 9 * i, 7))) for i in range(40)]
+    with ShardWriter(folder / "shard", tokenizer="bytes", vocab_size=257, eod_id=256) as writer:
+        for text in documents:
+            raw = text.encode()
+            digest = hashlib.sha256(raw).digest()
+            writer.append(np.frombuffer(raw, np.uint8), len(raw), digest)
+        writer.finish()
+    (folder / "more.txt").write_text("\n\n".join(f"a new text, {i} of a few" for i in range(5)))
+    return {
+        "tokens_path": str(folder / "shard"),
+        "held_out_ratio": 0.2,
+        "held_out": [{"name": "more", "path": str(folder / "more.txt")}],
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "beside_text",
+        *(pytest.param(order, marks=pytest.mark.slow) for order in get_args(Order)),
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    data = beside_text(tmp_path) if kind == "beside_text" else {"order": kind}
+    spec, store = token_spec(**data), Store(tmp_path / "broken")
+    straight = untracked_run(spec, Store(tmp_path / "straight"))
     monkeypatch.setattr(runner, "tracker_for", lambda spec, store: Interrupter())
-    stopped = runner.run(token_spec(), store, ["run"], quiet=True)
+    stopped = runner.run(spec, store, ["run"], quiet=True)
     assert stopped.record.status == "KILLED"
     monkeypatch.setattr(runner, "tracker_for", lambda spec, store: NullTracker())
-    resumed = runner.run(token_spec(), store, ["run"], quiet=True, resume=ResumeRequest())
+    resumed = runner.run(spec, store, ["run"], quiet=True, resume=ResumeRequest())
     assert resumed.record.id == stopped.record.id
+    assert resumed.record.effective.evaluation == straight.record.effective.evaluation
     assert resumed.record.points == straight.record.points
     assert resumed.record.results.final == straight.record.results.final
     weights = "checkpoints/*/model*.safetensors"

@@ -189,3 +189,15 @@ def test_words_of_ascii_have_the_hashes_they_have_beside_other_letters() -> None
         alone, beside = word_hashes(texts), word_hashes([*texts, "é"])
         assert alone.values.tolist() == beside.values[:-1].tolist()
         assert alone.offsets.tolist() == beside.offsets[:-1].tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_hashes_that_occur_again(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_duplicates_module, "_FOR_THREADS", 10)
+    monkeypatch.setattr(near_duplicates_module, "cores", lambda: threads)
+    rng = np.random.default_rng(threads)
+    hashes = np.repeat(rng.integers(0, 2**64, 400, np.uint64), rng.integers(1, 4, 400))
+    rng.shuffle(hashes)
+    listed = hashes.tolist()
+    expected = [listed.count(value) > 1 for value in listed]
+    assert near_duplicates_module._occurs_again(hashes).tolist() == expected
