@@ -112,8 +112,8 @@ def run(
 
 @app.command()
 def check(
-    a: Annotated[Path, typer.Argument(help="A run spec.")],
-    b: Annotated[Path, typer.Argument(help="Another run spec.")],
+    a: Annotated[str, typer.Argument(help="A run spec (YAML), or a run: name, id or prefix.")],
+    b: Annotated[str, typer.Argument(help="Another spec or run.")],
     treatment: Treatment = None,
     allow: Allow = None,
     claim: Claims = None,
@@ -121,28 +121,24 @@ def check(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Say whether two specs would be comparable, before any compute is spent."""
-    from workbench.compare import check_specs, render_check
-    from workbench.foresee import foresee
-    from workbench.spec.load import load_spec
+    """Say whether two specs, two runs, or one of each would be comparable, before more compute."""
+    from workbench.compare import check as judge
+    from workbench.compare import render_check
+    from workbench.specs_and_runs import run_or_plan
     from workbench.track.store import Store
 
     store = Store()
-    specs = [load_spec(path) for path in (a, b)]
-    judgement = check_specs(
-        specs[0],
-        specs[1],
-        foresee(specs[0], store),
-        foresee(specs[1], store),
+    found = judge(
+        run_or_plan(a, store),
+        run_or_plan(b, store),
         treatment=treatment or [],
         allow=parse_allow(allow),
         claims=claim or [],
-        paths=(str(a), str(b)),
     )
-    exit_code = judgement.exit_code(strict)
+    exit_code = found.exit_code(strict)
     if as_json:
-        return Answer(judgement.to_json(), exit_code)
-    return Answer(render_check(judgement, color=_in_colour()), exit_code)
+        return Answer(found.to_json(), exit_code)
+    return Answer(render_check(found, color=_in_colour()), exit_code)
 
 
 @app.command()

@@ -13,7 +13,6 @@ from workbench.core.data.corpus import text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.evaluation_sets import facts_of, from_spans
 from workbench.core.data.overlap import Passages
-from workbench.core.data.shard_tokenizer import BY_SHARDS
 from workbench.core.data.split import every_document
 from workbench.core.data.token_data import tokenizer_by_shards
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,7 +24,7 @@ from workbench.core.train import loss_settings
 from workbench.errors import UserError
 from workbench.proof import judged_for, training_passages
 from workbench.run import tracker_for
-from workbench.spec.datasets import set_name
+from workbench.spec.datasets import BY_SHARDS, set_name
 from workbench.spec.load import Source, validate
 from workbench.spec.run import RunSpec
 from workbench.track.additions import Write, add_to_record, find_addition, scores_file

@@ -11,7 +11,14 @@ from typing import Any
 from workbench.core.counts import count_parameters, flops_per_token
 from workbench.core.data.batches import TokenDigest
 from workbench.core.data.loading import Data, known_facts, load_data, vocab_size_of
-from workbench.core.schedules import last_step, planned_trace, ramp_tokens
+from workbench.core.schedules import (
+    is_evaluated,
+    last_step,
+    planned_trace,
+    ramp_tokens,
+    timed_steps,
+)
+from workbench.spec.foreseen import Foreseen
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.provenance import redact
 from workbench.track.store import Store
@@ -20,8 +27,8 @@ from workbench.track.store import Store
 MOST_REPLAYED_TOKENS = 50_000_000
 
 
-def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
-    """The effective facts that the spec and its data decide, as leaf -> value.
+def foresee(spec: RunSpec, store: Store) -> Foreseen:
+    """The effective facts that the spec and its data decide.
 
     Raises:
         UserError: the data or the tokenizer cannot be read; a run would fail the same way.
@@ -46,19 +53,28 @@ def foresee(spec: RunSpec, store: Store) -> dict[str, Any]:
     }
     if spec.training.device != "auto":
         facts["effective.hardware.device_type"] = spec.training.device
+    if spec.training.loss_backend != "auto":
+        facts["effective.execution.loss_backend"] = spec.training.loss_backend
     facts |= {f"effective.parameters.{name}": value for name, value in vars(counts).items()}
     facts |= {f"effective.tokenizer.{k}": v for k, v in known["tokenizer"].items()}
-    facts |= {f"effective.data.{k}": v for k, v in known["data"].items()}
+    # Of a stream, None is what is not known yet.
+    facts |= {f"effective.data.{k}": v for k, v in known["data"].items() if v is not None}
     for name, one in known["evaluation"].items():
         facts |= {f"effective.evaluation.{name}.{k}": v for k, v in one.items()}
+
+    def at(tokens: int) -> dict[str, Any]:
+        step = tokens // spec.tokens_per_step
+        known = {"effective.budget.lr_trace": planned_trace(spec, step)}
+        if data is not None and tokens <= MOST_REPLAYED_TOKENS:
+            known["effective.data.order_digest"] = _planned_digest(spec, data, step)
+        return known
+
     if steps is None:  # to the end of a stream
-        return facts
-    tokens = steps * spec.tokens_per_step
-    facts["effective.budget.tokens"] = tokens
-    facts["effective.budget.lr_trace"] = planned_trace(spec, steps)
-    if data is not None and tokens <= MOST_REPLAYED_TOKENS:
-        facts["effective.data.order_digest"] = _planned_digest(spec, data, steps)
-    return facts
+        return Foreseen(facts, None, at)
+    first, last = timed_steps(0, steps) or (None, None)
+    facts |= {"effective.interval.first_step": first, "effective.interval.last_step": last}
+    evaluated = (step for step in range(1, steps + 1) if is_evaluated(spec, step, steps))
+    return Foreseen(facts, tuple(step * spec.tokens_per_step for step in evaluated), at)
 
 
 def _planned_digest(spec: RunSpec, data: Data, steps: int) -> str:

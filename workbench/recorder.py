@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from workbench.core.evaluate import evaluate, write_scores
 from workbench.core.memory import peak_bytes
 from workbench.core.saving import Saver
+from workbench.core.schedules import WARM_UP_STEPS, timed_steps
 from workbench.core.train import StepResult, loss_settings, require_finite_weights
 from workbench.errors import storing
 from workbench.progress import Reporter
@@ -24,11 +25,6 @@ from workbench.track.store import RECORD, release_run
 
 if TYPE_CHECKING:
     from workbench.run import Components
-
-# Steps whose time is not counted: compilation, first touches of memory, caches filling. A run with
-# too few beside them has no throughput, and the interval stays unknown: it could have had one.
-WARM_UP_STEPS = 10
-LEAST_TIMED_STEPS = 5
 
 
 class Recorder:
@@ -178,9 +174,9 @@ class Recorder:
         stop = self._parts.spec.training.stop_at_step
         if status == "FINISHED" and record.total_tokens is None and step != stop:  # a stream's end
             record.total_tokens = self._parts.state.tokens
-        if step - self._warm >= LEAST_TIMED_STEPS:
+        if timed := timed_steps(self._warm - WARM_UP_STEPS, step):
             record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
-            record.effective.interval = IntervalFacts(first_step=self._warm + 1, last_step=step)
+            record.effective.interval = IntervalFacts(first_step=timed[0], last_step=timed[1])
         self._write_record()
         self._layers.close()  # after the record: without room its segments stay as they are
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from workbench.compare import Comparison, check_specs, compare_runs, render_chec
 from workbench.compare.pair import refusing
 from workbench.errors import UserError
 from workbench.spec.checklist import CLAIMS, RULES, RULESET_VERSION
+from workbench.spec.foreseen import Foreseen
 from workbench.spec.run import RunSpec
 from workbench.track.record import write_record
 
@@ -370,23 +372,29 @@ def test_a_refused_pair_on_the_terminal_has_the_remedy_and_no_number(runs: Path)
 # -- specs
 
 
+def rates(spec: RunSpec, tokens: int) -> dict[str, Any]:
+    settings = f"{tokens} {spec.optimizer.lr} {spec.schedule} {spec.training.steps}"
+    return {"effective.budget.lr_trace": sha(settings)}
+
+
 def check(a: dict[str, Any], b: dict[str, Any], **options: Any) -> Any:
     specs = [
         RunSpec.model_validate({"name": n, "data": {"dataset": "sample"}, **changes})
         for n, changes in (("a", a), ("b", b))
     ]
     foreseen = [
-        {
-            "effective.tokenizer.sha256": sha(spec.tokenizer.name),
-            "effective.tokenizer.name": spec.tokenizer.name,
-            "effective.budget.lr_trace": sha(
-                f"{spec.optimizer.lr} {spec.schedule} {spec.training.steps}"
-            ),
-            "effective.precision.compute_dtype": spec.training.precision,
-            "effective.optimizer.warmup_steps": spec.warmup_steps,
-            "effective.optimizer.sequences_per_update": spec.sequences_per_update,
-            "effective.parameters.total": 1,
-        }
+        Foreseen(
+            {
+                "effective.tokenizer.sha256": sha(spec.tokenizer.name),
+                "effective.tokenizer.name": spec.tokenizer.name,
+                "effective.precision.compute_dtype": spec.training.precision,
+                "effective.optimizer.warmup_steps": spec.warmup_steps,
+                "effective.optimizer.sequences_per_update": spec.sequences_per_update,
+                "effective.parameters.total": 1,
+            },
+            (50 * spec.tokens_per_step, spec.total_tokens or 0),
+            partial(rates, spec),
+        )
         for spec in specs
     ]
     return check_specs(*specs, *foreseen, paths=("a.yaml", "b.yaml"), **options)

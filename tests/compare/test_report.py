@@ -22,6 +22,7 @@ from workbench.compare.report import render_markdown
 from workbench.compare.results import Documents, Number
 from workbench.compare.words import show, show_pair
 from workbench.errors import StoreError, UserError
+from workbench.spec.checklist import RULESET_VERSION
 
 NASTY = "*bold* | <b>x</b> [link](http://x) `tick` $m$ _u_ \\ # & ~s~ ![i](j)"
 
@@ -91,7 +92,7 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
     order = [
         "treatment: model (declared)",
         "overrides: none",
-        "ruleset: 1",
+        f"ruleset: {RULESET_VERSION}",
         "**At 1,024,000 tokens the held_out/nll of mha is 0.0",
         "95 % interval over 12 documents",
         "One seed per arm says nothing about seed noise",

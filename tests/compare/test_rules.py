@@ -18,6 +18,7 @@ from workbench.compare.facts import (
     POINT_LEAVES,
     effective_leaves,
     facts_of_record,
+    nullable_leaves,
     set_leaves,
     spec_leaves,
 )
@@ -43,6 +44,7 @@ EFFECTS = {
     "interval": "- - refuse -",
     "code": "flag flag flag flag",
 }
+SPECS = (True, True)
 VERDICT = {"-": "comparable", "flag": "flagged", "refuse": "refused"}
 
 # No one spec has every setting: those that do not apply to the full one get a value here, so that
@@ -142,7 +144,12 @@ def test_an_unknown_fact_equals_nothing_not_even_itself(leaf: str, unknown: Any)
 
 @pytest.mark.parametrize("leaf", [leaf for leaf in JUDGED if leaf not in EFFECTIVE])
 def test_a_setting_that_does_not_apply_differs_from_one_that_does(leaf: str) -> None:
+    """Where the schema has no null for it, it is a setting that is not known."""
     null = with_leaf(leaf, None)
+    if leaf not in nullable_leaves():
+        for pair in ((FACTS, null), (null, FACTS), (null, dict(null))):
+            names_only(judge(*pair), str(tag_of(leaf).rule), leaf, "missing")
+        return
     assert judge(null, dict(null)).verdict(CLAIMS) == "comparable"
     judgement = judge(FACTS, null)
     assert judgement.ruling(str(tag_of(leaf).rule)).outcome in ("differs", "studied")
@@ -565,7 +572,7 @@ def spec_facts(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_only_a_run_shows_is_not_yet_known_and_without_effect() -> None:
-    judgement = judge(spec_facts(), spec_facts(), mode="specs")
+    judgement = judge(spec_facts(), spec_facts(), planned=SPECS)
     assert set(judgement.claims.values()) == {"comparable"}
     assert judgement.ruling("code").outcome == "not yet known"
     assert judgement.ruling("budget").outcome == "match"
@@ -575,7 +582,7 @@ def test_what_only_a_run_shows_is_not_yet_known_and_without_effect() -> None:
 
 
 def test_what_is_not_yet_known_follows_what_differs() -> None:
-    judgement = judge(spec_facts(), spec_facts(seed=43), mode="specs")
+    judgement = judge(spec_facts(), spec_facts(seed=43), planned=SPECS)
     assert judgement.claims["nll"] == "refused"
     assert judgement.ruling("data").outcome == "follows"
     assert judgement.with_outcome("missing") == []
@@ -583,7 +590,7 @@ def test_what_is_not_yet_known_follows_what_differs() -> None:
 
 def test_a_request_whose_result_is_not_yet_known_is_pointed_out() -> None:
     asked = {"training.precision": "fp32"}
-    judgement = judge(spec_facts(), spec_facts(**asked), mode="specs")
+    judgement = judge(spec_facts(), spec_facts(**asked), planned=SPECS)
     leaf = next(
         leaf
         for leaf in judgement.with_outcome("not yet known")
@@ -611,9 +618,9 @@ def test_judging_is_symmetric_and_silent_on_nothing(data: st.DataObject) -> None
     treatment = data.draw(
         st.lists(st.sampled_from(["model", "seed", "data", "training"]), max_size=2)
     )
-    mode = data.draw(st.sampled_from(["runs", "specs"]))
-    forth = judge(FACTS, other, treatment=treatment, mode=mode)
-    back = judge(other, FACTS, treatment=treatment, mode=mode)
+    planned = data.draw(st.tuples(st.booleans(), st.booleans()))
+    forth = judge(FACTS, other, treatment=treatment, planned=planned)
+    back = judge(other, FACTS, treatment=treatment, planned=planned[::-1])
     assert [r.outcome for r in forth.rules] == [r.outcome for r in back.rules]
     assert forth.claims == back.claims
     assert outcomes(forth) == outcomes(back)
@@ -623,5 +630,5 @@ def test_judging_is_symmetric_and_silent_on_nothing(data: st.DataObject) -> None
         grounds = {one for one in leaf.follows if tag_of(one).kind == "judged"}
         assert grounds <= listed
     # Where something differs and nothing is declared, something counts.
-    if mode == "runs" and forth.with_outcome("follows"):
+    if not any(planned) and forth.with_outcome("follows"):
         assert forth.with_outcome("differs", "missing", "studied")

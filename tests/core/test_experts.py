@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench import run as runner
 from workbench.cli import _guarded
-from workbench.compare.pair import check_specs
+from workbench.compare import check_specs
 from workbench.core import terms
 from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints

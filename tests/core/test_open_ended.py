@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_runs import tiny_spec, untracked_run
 
+from workbench.compare import check_specs, compare_runs
 from workbench.compare.evidence import check_record
-from workbench.compare.pair import check_specs, compare_runs
 from workbench.core.data.batches import TokenDigest
 from workbench.core.schedules import last_step, planned_trace, ramp_tokens
 from workbench.core.train import train
@@ -65,13 +65,15 @@ def test_it_reads_every_window_once_in_order_and_ends(tmp_path: Path) -> None:
 
 def test_what_is_foreseen_is_what_happens(tmp_path: Path) -> None:
     spec, store = open_spec(tmp_path), Store(tmp_path / "mlruns")
-    facts = foresee(spec, store)
+    foreseen = foresee(spec, store)
     record = untracked_run(spec, store).record
-    assert facts["effective.budget.tokens"] == record.total_tokens
+    assert foreseen.points == tuple(point.tokens for point in record.points if point.step)
+    assert foreseen.points[-1] == record.total_tokens
+    facts = {**foreseen.facts, **foreseen.at(foreseen.points[-1])}
     assert facts["effective.budget.lr_trace"] == record.points[-1].lr_trace
     assert facts["effective.data.order_digest"] == record.points[-1].order_digest
     assert facts["effective.optimizer.warmup_steps"] == 3
-    check = check_specs(spec, open_spec(tmp_path, "other"), facts, facts)
+    check = check_specs(spec, open_spec(tmp_path, "other"), foreseen, foreseen)
     assert check.verdict == "comparable"
 
 

@@ -10,8 +10,9 @@ comparison.results.numbers["held_out/nll"].difference
 """
 
 from workbench.compare.arms import ArmsComparison, compare_arms
+from workbench.compare.check import Check, PlannedRun, check, check_specs
 from workbench.compare.facts import facts_of_record, facts_of_spec
-from workbench.compare.pair import Check, Comparison, check_specs, compare_runs
+from workbench.compare.pair import Comparison, Side, compare_runs
 from workbench.compare.report import write_report
 from workbench.compare.rules import Judgement, judge
 from workbench.compare.terminal import render_check, render_terminal
@@ -21,6 +22,9 @@ __all__ = [
     "Check",
     "Comparison",
     "Judgement",
+    "PlannedRun",
+    "Side",
+    "check",
     "check_specs",
     "compare_arms",
     "compare_runs",

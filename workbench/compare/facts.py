@@ -1,21 +1,25 @@
 """Fact mappings: everything that is known of one run or one spec, flat, leaf by leaf.
 
 A leaf is a dotted name: `optimizer.lr` of the resolved spec, `effective.precision.matmul` of what
-ran. A missing key, or None for an effective leaf, is a fact that is not known; None for a spec leaf
-means that the setting does not apply. The rules see nothing but these mappings.
+ran. A missing key, or None for an effective leaf, is a fact that is not known; None for a leaf of
+the spec means that the setting does not apply, where the schema knows of such a thing. The rules
+see nothing but these mappings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from workbench.compare.held_out import refusals
 from workbench.errors import Fault, UserError
 from workbench.spec.checklist import tag_of
+from workbench.spec.datasets import BY_SHARDS
+from workbench.spec.foreseen import Foreseen
 from workbench.spec.run import RunSpec
 from workbench.track.record import Effective, Point, RunRecord, SetFacts
 
@@ -23,12 +27,14 @@ Facts = Mapping[str, Any]
 
 EVALUATION = "effective.evaluation."
 
+ORDER_DIGEST = "effective.data.order_digest"
+
 # What a comparison adds, for the point at which two runs are compared.
 POINT_LEAVES = (
     "effective.budget.tokens",
     "effective.budget.lr_trace",
     "effective.budget.decay_tokens",
-    "effective.data.order_digest",
+    ORDER_DIGEST,
 )
 
 # What is added for a set that no claim may rest on: the reason, and a fact that is not known.
@@ -46,6 +52,12 @@ _NOT_EVALUATED = {"not_applicable": "this run does not evaluate the set"}
 def spec_leaves() -> tuple[str, ...]:
     """Every leaf of `RunSpec`, in the order of its fields."""
     return tuple(_schema_leaves(RunSpec))
+
+
+@cache
+def nullable_leaves() -> frozenset[str]:
+    """The leaves of `RunSpec` that do not apply to every run, and are null where they do not."""
+    return frozenset(leaf for leaf, field in _schema_fields(RunSpec) if _takes_null(field))
 
 
 @cache
@@ -70,6 +82,7 @@ def set_of(leaf: str) -> str | None:
 def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     """The facts of a run at one of its evaluation points.
 
+    A setting that is null in the record, and would not be in a spec of today, is not known there.
     Without a point (the two runs have none in common) the tokens are not known, so that nothing is
     compared by accident. A run that did not reach FINISHED is not finished, whatever it recorded.
 
@@ -77,6 +90,8 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
         UserError: the record holds leaves that this version of the checklist has no rule for.
     """
     facts = dict(_spec_facts(record.spec))
+    for leaf in _unresolved(record):
+        del facts[leaf]
     for part, values in record.effective.model_dump(mode="json").items():
         named = values if part == "evaluation" else {"": values}
         for name, leaves in named.items():
@@ -88,27 +103,31 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     facts["effective.budget.decay_tokens"] = _decay_tokens(facts, record.total_tokens)
     facts["effective.budget.tokens"] = point.tokens if point else None
     facts["effective.budget.lr_trace"] = point.lr_trace if point else _NO_POINT
-    facts["effective.data.order_digest"] = point.order_digest if point else _NO_POINT
+    facts[ORDER_DIGEST] = point.order_digest if point else _NO_POINT
     facts |= _refused_sets(record.effective.evaluation, facts)
     _refuse_unknown(facts, record.name)
     return facts
 
 
-def facts_of_spec(spec: RunSpec, foreseen: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of_spec(spec: RunSpec, foreseen: Foreseen, at: int | None) -> dict[str, Any]:
     """The facts of a spec before it runs: its own leaves, and the effective leaves foreseen.
 
-    `foreseen` maps effective leaves to the values that the run would have; what it leaves out is
-    not yet known.
+    `at` is the point to compare at, None where there is no common one; it plays no part for a run
+    whose end is not known. What is left out is not yet known.
 
     Raises:
         UserError: `foreseen` names a leaf that has no rule.
     """
     facts = dict(_spec_facts(spec.model_dump(mode="json")))
-    facts["effective.budget.tokens"] = spec.end_tokens
-    facts["effective.budget.decay_tokens"] = _decay_tokens(facts, spec.total_tokens)
-    facts |= {leaf: value for leaf, value in foreseen.items() if value is not None}
+    if (ends := _decay_tokens(facts, spec.total_tokens)) is not None:
+        facts["effective.budget.decay_tokens"] = ends
+    facts |= foreseen.facts
+    if foreseen.points is not None:
+        facts["effective.budget.tokens"] = at
+        no_point = dict.fromkeys(("effective.budget.lr_trace", ORDER_DIGEST), _NO_POINT)
+        facts |= no_point if at is None else foreseen.at(at)
     sets: dict[str, dict[str, Any]] = {}
-    for leaf, value in foreseen.items():
+    for leaf, value in foreseen.facts.items():
         if (name := set_of(leaf)) is not None:
             sets.setdefault(name, {})[leaf.rpartition(".")[2]] = value
     facts |= _refused_sets({k: SetFacts.model_validate(v) for k, v in sets.items()}, facts)
@@ -140,8 +159,14 @@ def value_of(facts: Facts, leaf: str) -> tuple[bool, Any]:
     return False, None
 
 
+def known_at(facts: Facts, leaf: str) -> bool:
+    """Whether the leaf has a value, or is a setting that does not apply."""
+    present, value = value_of(facts, leaf)
+    return present and (is_known(value) or (value is None and leaf in nullable_leaves()))
+
+
 def is_known(value: Any) -> bool:
-    """Whether an effective value is known: None and NaN are not, at any depth."""
+    """Whether a value is known: None and NaN are not, at any depth."""
     if isinstance(value, Mapping):
         return all(is_known(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -160,14 +185,77 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def equal_in_effect(a: Facts, b: Facts, leaf: str) -> bool:
+    """Whether a leaf of which both values are known is the same in what it does."""
+    first, second = value_of(a, leaf)[1], value_of(b, leaf)[1]
+    if same(first, second):
+        return True
+    if leaf == "effective.tokenizer.name":
+        # Of shards that name no tokenizer by its content, whatever else they call it.
+        sha256, other = (value_of(facts, "effective.tokenizer.sha256")[1] for facts in (a, b))
+        return str(sha256).startswith(BY_SHARDS) and same(sha256, other)
+    if first is None or second is None or (effect := _EFFECTS.get(leaf)) is None:
+        return False
+    became = effect(a, first), effect(b, second)
+    return None not in became and same(*became)
+
+
+def _tokens_at_once(facts: Facts, value: Any) -> Any:
+    """Of a number of tokens in one block, where 0 is all: those of a micro-batch at most."""
+    batch, window = (facts.get(f"training.{name}") for name in ("batch_size", "seq_len"))
+    tokens = batch * window if isinstance(batch, int) and isinstance(window, int) else None
+    return tokens and min(value or tokens, tokens)
+
+
+def _entries_at_once(facts: Facts, value: Any) -> Any:
+    entries = facts.get("effective.tokenizer.vocab_size")
+    return min(value, entries) if isinstance(entries, int) else None
+
+
+def _floor(facts: Facts, value: Any) -> Any:
+    return "never reached" if facts.get("schedule.decay") == "constant" else value
+
+
+# What a setting comes to in a run, where more than one value comes to the same.
+_EFFECTS: dict[str, Callable[[Facts, Any], Any]] = {
+    "training.loss_chunk_tokens": _tokens_at_once,
+    "training.loss_block_vocab": _entries_at_once,
+    "model.shared_expert_chunk_tokens": _tokens_at_once,
+    "schedule.min_lr_ratio": _floor,
+    "evaluation.sets": lambda _, names: sorted(map(str, names)),
+}
+
+
 def _schema_leaves(model: type[BaseModel]) -> Iterator[str]:
+    return (leaf for leaf, _ in _schema_fields(model))
+
+
+def _schema_fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     """The leaves of a model whose fields are sections or values, at a depth of two."""
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from (f"{name}.{leaf}" for leaf in section.model_fields)
+            yield from ((f"{name}.{leaf}", one) for leaf, one in section.model_fields.items())
         else:
-            yield name
+            yield name, field
+
+
+def _takes_null(field: FieldInfo) -> bool:
+    return type(None) in (field.annotation, *get_args(field.annotation))
+
+
+def _unresolved(record: RunRecord) -> Iterator[str]:
+    """The settings that are null in a record and would have a value in the spec that it makes."""
+    recorded = dict(_spec_facts(record.spec))
+    if None not in recorded.values():
+        return
+    try:
+        resolved = dict(_spec_facts(record.run_spec.model_dump(mode="json")))
+    except ValidationError:
+        return  # not a spec of this version: nothing is known of its nulls
+    for leaf, value in recorded.items():
+        if value is None and resolved.get(leaf) is not None:
+            yield leaf
 
 
 def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

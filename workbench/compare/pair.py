@@ -1,4 +1,4 @@
-"""Compares two runs, or checks two specs: facts, judgement, and the numbers that it permits."""
+"""Compares two runs: facts, judgement, and the numbers that it permits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.compare.evidence import check_record
-from workbench.compare.facts import EVALUATION, FINITE, Facts, facts_of_record, facts_of_spec
+from workbench.compare.facts import EVALUATION, FINITE, Facts, facts_of_record
 from workbench.compare.held_out import SMOKE_TEST
 from workbench.compare.measurements import RunData, read_run
 from workbench.compare.results import Results, evaluated_sets, measured_at, results_of
@@ -20,7 +20,6 @@ from workbench.compare.words import remedy, why
 from workbench.errors import UserError
 from workbench.spec.checklist import CLAIMS, Claim
 from workbench.spec.held_out import is_smoke_test
-from workbench.spec.run import RunSpec
 from workbench.track.record import SCHEMA_VERSION, Point, RunRecord, Status, read_record, strict
 
 
@@ -32,29 +31,6 @@ class Side:
     folder: Path
     record: RunRecord
     status: Status
-
-
-@dataclass(frozen=True)
-class Check:
-    """The verdict on two specs before any compute is spent."""
-
-    names: tuple[str, str]
-    paths: tuple[str, str]
-    judgement: Judgement
-    asked: tuple[Claim, ...]
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst verdict of the claims asked for."""
-        return self.judgement.verdict(self.asked)
-
-    def exit_code(self, strict: bool = False) -> int:
-        """0 comparable or flagged, 1 flagged with `strict`, 3 refused."""
-        return exit_of(self.verdict, strict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The document that `wb check --json` prints; strict JSON."""
-        return document(self.judgement, self.asked, self.names) | {"results": None, "report": None}
 
 
 @dataclass(frozen=True)
@@ -200,33 +176,6 @@ def compare_runs(
     return replace(comparison, results=results, metrics=(a_data.metrics, b_data.metrics))
 
 
-def check_specs(
-    a: RunSpec,
-    b: RunSpec,
-    foreseen_a: Mapping[str, Any],
-    foreseen_b: Mapping[str, Any],
-    *,
-    treatment: Sequence[str] = (),
-    allow: Mapping[str, str] | None = None,
-    claims: Iterable[str] = ("nll",),
-    paths: tuple[str, str] | None = None,
-) -> Check:
-    """Judges two specs by what can be known of them before a run.
-
-    Args:
-        foreseen_a: effective leaf -> the value that the first run would have.
-        foreseen_b: the same of the second.
-        paths: the files they were read from, for the commands that are suggested.
-
-    Raises:
-        UserError: an option names nothing.
-    """
-    asked = check_claims(claims)
-    facts = facts_of_spec(a, foreseen_a), facts_of_spec(b, foreseen_b)
-    judgement = judge(*facts, treatment=treatment, allow=allow, mode="specs")
-    return Check(distinct(a.name, b.name), paths or (a.name, b.name), judgement, asked)
-
-
 def refusing(judgement: Judgement) -> dict[Claim, str]:
     """The refused claims, each with the names of the rules that refuse it."""
     return {
@@ -248,7 +197,7 @@ def document(
         "treatment": {"names": list(judgement.treatment), "inferred": judgement.inferred},
         "asked": list(asked),
     }
-    if judgement.mode == "specs":
+    if any(judgement.planned):
         unknown = judgement.with_outcome("not yet known")
         found["not_yet_known"] = [leaf.path for leaf in unknown]
     return found

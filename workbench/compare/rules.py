@@ -20,7 +20,8 @@ from workbench.compare.facts import (
     PROOF,
     Facts,
     all_leaves,
-    is_known,
+    equal_in_effect,
+    known_at,
     same,
     set_of,
     spec_leaves,
@@ -40,7 +41,7 @@ from workbench.spec.checklist import (
 
 Outcome = Literal["match", "not yet known", "follows", "studied", "missing", "differs"]
 Verdict = Literal["comparable", "flagged", "refused"]
-Mode = Literal["runs", "specs"]
+Planned = tuple[bool, bool]
 
 _SEVERITY: tuple[Outcome, ...] = get_args(Outcome)
 _VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -110,7 +111,7 @@ class Judgement:
     treatment: tuple[str, ...]
     inferred: bool
     allow: dict[str, str]
-    mode: Mode
+    planned: Planned  # which of the two have yet to run
     asked: tuple[Leaf, ...] = ()  # requested settings that differ; judged by what they became
     ruleset: int = field(default=RULESET_VERSION)
 
@@ -138,14 +139,15 @@ def judge(
     *,
     treatment: Sequence[str] = (),
     allow: Mapping[str, str] | None = None,
-    mode: Mode = "runs",
+    planned: Planned = (False, False),
 ) -> Judgement:
     """Judges two fact mappings.
 
     Args:
         treatment: spec fields or sections that are meant to differ; `rule:X` for a whole rule.
         allow: rule -> reason; turns its refusals into flags.
-        mode: `specs` counts effective leaves that are not known as not yet known.
+        planned: which of the two are specs: an effective leaf that such a mapping leaves out is
+            not yet known, and without effect. A leaf that is there and None will never be known.
 
     Raises:
         UserError: a treatment or an allowance names nothing, or gives no reason.
@@ -155,11 +157,10 @@ def judge(
     leaves = all_leaves(a, b)
     declared = _declared(treatment, leaves)
     inferred = False
-    judged = _judge_leaves(a, b, leaves, declared, mode)
-    if not treatment:
-        model = {path for path in leaves if path.startswith("model.")}
-        model = {path for path in model if tag_of(path).rule == "model"}
-        as_treatment = _judge_leaves(a, b, leaves, model, mode)
+    judged = _judge_leaves(a, b, leaves, declared, planned)
+    model = {leaf.path for leaf in judged if leaf.outcome == "differs" and _is_of_model(leaf.path)}
+    if model and not treatment:
+        as_treatment = _judge_leaves(a, b, leaves, model, planned)
         if _is_confined(as_treatment):
             judged, inferred = as_treatment, True
 
@@ -173,7 +174,7 @@ def judge(
         if tag_of(path).kind == "requested" and _asked_differs(a, b, path)
     )
     names = ("model",) if inferred else tuple(dict.fromkeys(treatment))
-    return Judgement(rulings, names, inferred, allow, mode, asked)
+    return Judgement(rulings, names, inferred, allow, planned, asked)
 
 
 def check_claims(claims: Iterable[str]) -> tuple[Claim, ...]:
@@ -194,12 +195,12 @@ def check_claims(claims: Iterable[str]) -> tuple[Claim, ...]:
 
 
 def _judge_leaves(
-    a: Facts, b: Facts, leaves: Sequence[str], treatment: set[str], mode: Mode
+    a: Facts, b: Facts, leaves: Sequence[str], treatment: set[str], planned: Planned
 ) -> list[Leaf]:
     """Every judged leaf with its outcome."""
     tags = {path: tag_of(path) for path in leaves}
     outcomes: dict[str, Outcome] = {
-        path: _compare(a, b, path, mode) for path, tag in tags.items() if tag.kind == "judged"
+        path: _compare(a, b, path, planned) for path, tag in tags.items() if tag.kind == "judged"
     }
     asked = {
         path: tag
@@ -207,7 +208,8 @@ def _judge_leaves(
         if tag.kind == "requested" and _asked_differs(a, b, path)
     }
     differing = [path for path, outcome in outcomes.items() if outcome == "differs"]
-    explain = _Explanations(tags, asked, differing, treatment)
+    in_one = {path for path in differing if None in (a.get(path), b.get(path))}
+    explain = _Explanations(tags, asked, differing, treatment, in_one)
     outcomes |= explain.outcomes
     follows = {path: explain.roots(path) for path in explain.outcomes}
     for path, outcome in outcomes.items():
@@ -235,9 +237,15 @@ class _Explanations:
     """
 
     def __init__(
-        self, tags: dict[str, Tag], asked: dict[str, Tag], differing: list[str], treatment: set[str]
+        self,
+        tags: dict[str, Tag],
+        asked: dict[str, Tag],
+        differing: list[str],
+        treatment: set[str],
+        in_one: set[str],
     ) -> None:
-        self._tags, self._asked, self._differing = tags, asked, differing
+        """`in_one` are the settings that only one of the two has."""
+        self._tags, self._asked, self._differing, self._in_one = tags, asked, differing, in_one
         self.outcomes: dict[str, Outcome] = {
             path: "studied" for path in differing if path in treatment
         }
@@ -270,8 +278,9 @@ class _Explanations:
 
     def _patterns(self, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         own_set = escape(set_of(path) or "")
-        follows = tuple(name.replace("<set>", own_set) for name in self._tags[path].follows)
-        return follows, self._tags[path].under
+        tag = self._tags[path]
+        follows = tuple(name.replace("<set>", own_set) for name in tag.follows)
+        return follows + (tag.exists_by if path in self._in_one else ()), tag.under
 
     def _is_grounded(self, name: str, *, only_studied: bool) -> bool:
         if name in self._asked:
@@ -289,24 +298,33 @@ class _Explanations:
         return depends - {path}
 
 
-def _compare(a: Facts, b: Facts, path: str, mode: Mode) -> Outcome:
-    effective = path.startswith("effective.")
-    if set_of(path) and path.endswith(f".{PROOF}"):
+def _compare(a: Facts, b: Facts, path: str, planned: Planned) -> Outcome:
+    if path.endswith(f".{PROOF}") and set_of(path):
         return "missing"
-    values = []
-    for facts in (a, b):
-        present, value = value_of(facts, path)
-        if not present or not (is_known(value) or (value is None and not effective)):
-            return "not yet known" if mode == "specs" and effective else "missing"
-        values.append(value)
-    if path == _FINISHED:
-        return "match" if all(value is True for value in values) else "differs"
-    return "match" if same(*values) else "differs"
+    first, second = a.get(path), b.get(path)
+    if type(first) is type(second) in (str, int, float) and first == second:
+        return "match"  # of what follows, where nearly every leaf ends
+    known = [known_at(facts, path) for facts in (a, b)]
+    values = [value_of(facts, path)[1] for facts in (a, b)]
+    if path == _FINISHED and any(values[i] is not True for i in (0, 1) if known[i]):
+        return "differs"  # also two that broke off
+    if all(known):
+        return "match" if equal_in_effect(a, b, path) else "differs"
+    may_come = [
+        is_plan and path.startswith("effective.") and not value_of(facts, path)[0]
+        for facts, is_plan in zip((a, b), planned, strict=True)
+    ]
+    later = all(one or other for one, other in zip(known, may_come, strict=True))
+    return "not yet known" if later else "missing"
 
 
 def _asked_differs(a: Facts, b: Facts, path: str) -> bool:
     (present_a, value_a), (present_b, value_b) = value_of(a, path), value_of(b, path)
     return present_a != present_b or not same(value_a, value_b)
+
+
+def _is_of_model(path: str) -> bool:
+    return path.startswith("model.") and tag_of(path).rule == "model"
 
 
 def _is_confined(judged: list[Leaf]) -> bool:

@@ -6,7 +6,8 @@ import shlex
 import textwrap
 from collections.abc import Iterable
 
-from workbench.compare.pair import Check, Comparison
+from workbench.compare.check import Check
+from workbench.compare.pair import Comparison
 from workbench.compare.rules import Judgement, Ruling, Verdict
 from workbench.compare.sections import matching_commands, remedies
 from workbench.compare.sentences import (
@@ -64,9 +65,11 @@ def _sets(comparison: Comparison) -> list[str]:
 
 
 def render_check(check: Check, color: bool = False) -> str:
-    """A check of two specs: the rules that differ, and what only a run will show."""
-    judgement, asked = check.judgement, check.asked
+    """A check: the rules that differ, and what only a run will show."""
+    judgement, asked, spec = check.judgement, check.asked, check.paths[1]
     lines = _head(judgement, asked, check.names, color)
+    if check.at is not None:
+        lines.append(f"judged at {check.at:,} tokens, the last point of both")
     lines += _rules(judgement, color)
     if check.verdict == "refused":
         lines += ["", "to make them comparable:"]
@@ -74,8 +77,8 @@ def render_check(check: Check, color: bool = False) -> str:
             said = remedy(ruling, judgement, check.names)
             if said and ruling.over(asked) == "refused":
                 lines += _wrap(said, "  - ")
-        if overrides := matching_overrides(judgement, asked):
-            lines.append(f"  wb run {shlex.quote(check.paths[1])} {' '.join(overrides)}")
+        if spec and (overrides := matching_overrides(judgement, asked)):
+            lines.append(f"  wb run {shlex.quote(spec)} {' '.join(overrides)}")
     elif judgement.inferred:
         lines += ["", "to declare the treatment: --treatment model"]
     if unknown := judgement.with_outcome("not yet known"):

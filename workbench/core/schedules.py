@@ -12,6 +12,11 @@ from workbench.errors import UserError
 from workbench.spec.profiles import RAMPS
 from workbench.spec.run import RunSpec
 
+# Steps whose time is not counted: compilation, first touches of memory, caches filling. A run with
+# too few beside them has no throughput, and the interval stays unknown: it could have had one.
+WARM_UP_STEPS = 10
+LEAST_TIMED_STEPS = 5
+
 
 def last_step(spec: RunSpec, stream: TrainStream) -> int | None:
     """The step after which the run ends: its plan, or before it (`training.stop_at_step`).
@@ -65,6 +70,15 @@ def is_evaluated(spec: RunSpec, step: int, last: int | None) -> bool:
     known yet)."""
     every = spec.evaluation.eval_steps
     return step in (0, last) or (every > 0 and step % every == 0)
+
+
+def timed_steps(start: int, last: int) -> tuple[int, int] | None:
+    """The first and the last step over which throughput is measured, of those after `start`.
+
+    None: too few are left beside the warm-up.
+    """
+    warm = start + WARM_UP_STEPS
+    return (warm + 1, last) if last - warm >= LEAST_TIMED_STEPS else None
 
 
 def is_logged(spec: RunSpec, step: int, last: int | None) -> bool:

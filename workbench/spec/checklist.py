@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal
 
-RULESET_VERSION = 1
+RULESET_VERSION = 2
 
 Claim = Literal["nll", "bpb", "throughput", "memory"]
 CLAIMS: tuple[Claim, ...] = ("nll", "bpb", "throughput", "memory")
@@ -88,8 +88,9 @@ class Tag:
     leaves `becomes`. `free`: never compared. `follows` names (as patterns) the leaves whose
     difference explains a difference here; it then counts once, there. The leaves `under` explain it
     only as the treatment: undeclared, they count under a weaker rule and would hide this one. When
-    a leaf of `unless` differs, nothing explains a difference here. `<set>` stands for the
-    evaluation set that the leaf itself belongs to.
+    a leaf of `unless` differs, nothing explains a difference here. The leaves `exists_by` explain
+    no more than that a setting is null in one of the two, where it does not apply. `<set>` stands
+    for the evaluation set that the leaf itself belongs to.
     """
 
     rule: str | None
@@ -98,6 +99,7 @@ class Tag:
     becomes: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    exists_by: tuple[str, ...] = ()
 
 
 FREE = Tag(None, "free")
@@ -125,9 +127,13 @@ REFUSED_ON_RESUME = ("effective.hardware.device_type",)
 
 
 def _judged(
-    rule: str, *follows: str, under: tuple[str, ...] = (), unless: tuple[str, ...] = ()
+    rule: str,
+    *follows: str,
+    under: tuple[str, ...] = (),
+    unless: tuple[str, ...] = (),
+    exists_by: tuple[str, ...] = (),
 ) -> Tag:
-    return Tag(rule, "judged", follows, (), under, unless)
+    return Tag(rule, "judged", follows, (), under, unless, exists_by)
 
 
 def _requested(rule: str, *becomes: str) -> Tag:
@@ -140,6 +146,55 @@ _LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps")
 _UPDATE = "effective.optimizer.sequences_per_update"
 _DEVICE = ("effective.hardware.device_type", "effective.hardware.device_name")
 _SET_TEXT = "effective.evaluation.<set>.sha256"
+_KIND = "model.mlp_type"
+_SHARED = (_KIND, "model.shared_expert")
+_MUON = ("optimizer.name", "optimizer.muon_scope")
+_OF_EXPERTS = (
+    "shared_expert",
+    "num_experts",
+    "top_k",
+    "routing_strategy",
+    "router_aux_loss_weight",
+    "learn_shared_routed_gates",
+    "expert_diversity_lambda",
+)
+# The settings from which what follows the model comes; another one explains nothing there.
+_ROUTES = tuple(
+    f"model.{name}"
+    for name in ("mlp_type", "num_experts", "top_k", "routing_strategy", "num_hidden_layers")
+)
+_RAMPED = (
+    "model.mlp_type",
+    "model.top_k",
+    "model.learn_shared_routed_gates",
+    "model.*_final",
+    "model.*_schedule_*",
+    "model.expert_diversity_lambda",
+)
+_TENSORS = tuple(
+    f"model.{name}"
+    for name in (
+        "attention_type",
+        "mlp_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "shared_expert",
+        "shared_intermediate_size",
+        "num_experts",
+        "learn_shared_routed_gates",
+        "qk_norm",
+        "tie_word_embeddings",
+    )
+)
+_GROUPS = (
+    "optimizer.name",
+    "optimizer.muon_scope",
+    "optimizer.*weight_decay",
+    "optimizer.*_lr_scale",
+)
 
 # First matching pattern wins. The leaves are those of `RunSpec`, of `Effective`, and what a
 # comparison adds for the point compared: `effective.budget.{tokens,lr_trace,decay_tokens}` and
@@ -150,11 +205,18 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("notes", FREE),
     ("seed", _judged("seeds")),
     ("model.profile", FREE),  # its sizes are compared
-    (
-        "model.shared_expert_chunk_tokens",
-        _judged("execution", "model.mlp_type", "model.shared_expert"),
-    ),
+    ("model.shared_expert_chunk_tokens", _judged("execution", exists_by=_SHARED)),
     ("model.*_schedule_*", _requested("model", "effective.budget.ramp_tokens")),
+    # Multi-head and multi-query attention leave no choice.
+    ("model.num_key_value_heads", _judged("model", "model.attention_type")),
+    ("model.shared_intermediate_size", _judged("model", exists_by=_SHARED)),
+    ("model.*_gate_*", _judged("model", exists_by=(_KIND, "model.learn_shared_routed_gates"))),
+    (
+        "model.expert_diversity_target",
+        _judged("model", exists_by=(_KIND, "model.expert_diversity_lambda")),
+    ),
+    ("model.top_k_*", _judged("model", exists_by=(_KIND, "model.top_k"))),
+    *((f"model.{name}", _judged("model", exists_by=(_KIND,))) for name in _OF_EXPERTS),
     ("model.*", _judged("model")),
     ("tokenizer.*", _requested("tokenizer", _TOKENIZER)),
     ("data.dataset", _requested("data", "effective.data.*")),
@@ -164,7 +226,8 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("data.stream_eval_documents", FREE),
     ("data.eval_tokens_path", FREE),
     ("data.held_out", FREE),
-    ("data.overlap_*", FREE),
+    ("data.overlap_limit", FREE),
+    ("data.overlap_*", _requested("data", "effective.data.*")),
     ("data.stream_*", _requested("data", "effective.data.*")),
     ("data.held_out_ratio", _requested("data", "effective.data.*")),
     ("data.order", _judged("data")),
@@ -183,28 +246,38 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("training.gradient_accumulation_steps", _judged("execution")),
     ("training.seq_len", _judged("optimizer")),
     ("training.precision", _requested("precision", "effective.precision.*")),
-    ("training.device", _requested("hardware", "effective.hardware.device_*")),
+    ("training.device", _requested("hardware", *_DEVICE)),
     ("training.max_grad_norm", _judged("optimizer")),
     ("training.label_smoothing", _judged("optimizer")),
     ("training.z_loss", _judged("optimizer")),
     ("training.loss_backend", _requested("execution", "effective.execution.loss_backend")),
-    ("training.compile_mode", _judged("execution", "training.compile")),
+    ("training.compile_mode", _judged("execution", exists_by=("training.compile",))),
     ("training.*", _judged("execution")),
     # What trains a part of the model, and exists only where that part does, belongs to the model.
-    ("optimizer.shared_*", _judged("model", "model.mlp_type", "model.shared_expert")),
-    ("optimizer.expert_*", _judged("model", "model.mlp_type")),
+    ("optimizer.shared_*", _judged("model", exists_by=(*_SHARED, *_MUON))),
+    ("optimizer.expert_*", _judged("model", exists_by=(_KIND, *_MUON))),
+    ("optimizer.muon_*", _judged("optimizer", exists_by=("optimizer.name",))),
     ("optimizer.*", _judged("optimizer")),
     ("schedule.warmup_steps", _requested("optimizer", "effective.optimizer.warmup_steps")),
     ("schedule.*", _judged("optimizer")),
     ("evaluation.eval_steps", FREE),
-    ("evaluation.eval_documents", _requested("evaluation", "effective.evaluation.*")),
+    (
+        "evaluation.eval_documents",
+        _requested(
+            "evaluation",
+            *(
+                f"effective.evaluation.*.{name}"
+                for name in ("sha256", "documents", "scored_tokens", "bytes")
+            ),
+        ),
+    ),
     ("evaluation.stride", _requested("evaluation", "effective.evaluation.*.context")),
     ("evaluation.*", _judged("evaluation")),
     ("telemetry.*", _judged("telemetry")),
     ("checkpoint.*", FREE),
     ("tracking.*", FREE),
     # -- what really happened
-    ("effective.model.route_tables_sha256", _judged("model", "model.*", _TOKENIZER)),
+    ("effective.model.route_tables_sha256", _judged("model", *_ROUTES, _TOKENIZER)),
     ("effective.tokenizer.vocab_size", _judged("tokenizer", "effective.tokenizer.sha256")),
     ("effective.tokenizer.name", _judged("tokenizer", "effective.tokenizer.sha256")),
     ("effective.tokenizer.sha256", _judged("tokenizer")),
@@ -225,7 +298,9 @@ TAGS: tuple[tuple[str, Tag], ...] = (
             "effective.budget.tokens",
         ),
     ),
-    ("effective.data.*", FREE),
+    ("effective.data.source", FREE),
+    ("effective.data.order_proof", FREE),  # in words; `train_sha256` is the proof
+    ("effective.data.counts", FREE),
     ("effective.budget.finished", _judged("budget")),
     ("effective.budget.tokens", _judged("budget")),
     # Where the decay ends: two runs at the same token count, one half way down its cosine and one
@@ -234,7 +309,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     # Where the ramps of model values end.
     (
         "effective.budget.ramp_tokens",
-        _judged("budget", "model.*", "effective.budget.decay_tokens"),
+        _judged("budget", *_RAMPED, "effective.budget.decay_tokens"),
     ),
     (
         "effective.budget.lr_trace",
@@ -249,7 +324,9 @@ TAGS: tuple[tuple[str, Tag], ...] = (
         ),
     ),
     ("effective.parameters.total", _judged("parameters")),
-    ("effective.parameters.*", FREE),
+    ("effective.parameters.active", FREE),
+    ("effective.parameters.embedding", FREE),
+    ("effective.parameters.experts", FREE),
     ("effective.optimizer.sequences_per_update", _judged("optimizer", under=_LAYOUT)),
     (
         "effective.optimizer.warmup_steps",
@@ -263,7 +340,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     # The groups list every tensor with its shape, the embedding's among them.
     (
         "effective.optimizer.groups_sha256",
-        _judged("optimizer", "model.*", "optimizer.*", _TOKENIZER),
+        _judged("optimizer", *_TENSORS, *_GROUPS, _TOKENIZER),
     ),
     ("effective.precision.compute_dtype", _judged("precision")),
     ("effective.precision.matmul", _judged("precision", "effective.precision.compute_dtype")),
@@ -271,10 +348,17 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("effective.hardware.driver", _judged("hardware", *_DEVICE)),
     ("effective.hardware.device_name", _judged("hardware", "effective.hardware.device_type")),
     ("effective.hardware.*", _judged("hardware")),
-    ("effective.execution.dispatch", _judged("execution", "model.*")),
+    ("effective.execution.dispatch", _judged("execution", "model.mlp_type")),
     (
         "effective.execution.attention",
-        _judged("execution", "model.*", *_DEVICE, "effective.precision.compute_dtype"),
+        _judged(
+            "execution",
+            "model.attention_type",
+            "model.num_attention_heads",
+            "model.num_key_value_heads",
+            *_DEVICE,
+            "effective.precision.compute_dtype",
+        ),
     ),
     ("effective.execution.compiled", _judged("execution", "training.compile")),
     ("effective.execution.*", _judged("execution")),
@@ -301,7 +385,9 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("effective.code.forced_resume", _judged("code")),
     ("effective.code.resumed_with", _judged("code", "effective.code.forked_from")),
     ("effective.code.forked_from", _judged("code")),
-    ("effective.code.*", FREE),
+    ("effective.code.git_commit", FREE),
+    ("effective.code.git_dirty", FREE),
+    ("effective.code.git_diff_sha256", FREE),
 )
 
 

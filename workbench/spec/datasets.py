@@ -14,6 +14,9 @@ from workbench.errors import UNSET, Fault, did_you_mean
 if TYPE_CHECKING:
     from workbench.spec.run import DataSpec, RunSpec
 
+# Before a hash that stands for a tokenizer known only by the token shards that it wrote.
+BY_SHARDS = "shards:"
+
 # The fields of `data` that only some kinds of data set have.
 _TEXT = ("text_file", "text_field", "text_unit")
 _TOKENS = ("tokens_path", "eval_tokens_path", "tokens_format")

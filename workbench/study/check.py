@@ -19,14 +19,15 @@ from workbench.core.schedules import is_evaluated
 from workbench.errors import Fault, RefusedError, UserError, did_you_mean
 from workbench.foresee import foresee
 from workbench.spec.checklist import Claim
+from workbench.spec.foreseen import Foreseen
 from workbench.spec.held_out import STATUSES, logged_name
 from workbench.spec.run import RunSpec
 from workbench.study.spec import Study
 from workbench.track.journal import kinds_of
 from workbench.track.store import Store
 
-# Differences that are shown and never refuse a plan.
-SHOWN_RULES = ("parameters",)
+# Differences that are shown and never refuse a plan: a study is not decided by throughput.
+SHOWN_RULES = ("parameters", "interval")
 _NO_INTERVAL = ("perplexity",)  # of these a mean over seeds means nothing
 
 
@@ -135,7 +136,7 @@ def check_study(study: Study, store: Store) -> StudyCheck:
         except UserError as error:
             raise UserError(*(_in_the_file(fault, study) for fault in error.faults)) from None
         pairs.append(Pair(a, b, judged))
-    totals = {arm: facts.get("effective.parameters.total") for arm, facts in foreseen.items()}
+    totals = {arm: one.facts.get("effective.parameters.total") for arm, one in foreseen.items()}
     return StudyCheck(study, tuple(pairs), decisive_tokens(study), totals)
 
 
@@ -213,7 +214,7 @@ def _point_faults(study: Study) -> list[Fault]:
     return faults
 
 
-def _foreseen(study: Study, arm: str, spec: RunSpec, store: Store) -> dict[str, Any]:
+def _foreseen(study: Study, arm: str, spec: RunSpec, store: Store) -> Foreseen:
     try:
         return foresee(spec, store)
     except UserError as error:
@@ -224,7 +225,7 @@ def _foreseen(study: Study, arm: str, spec: RunSpec, store: Store) -> dict[str, 
         raise type(error)(*faults) from None
 
 
-def _metric_faults(study: Study, foreseen: Mapping[str, Mapping[str, Any]]) -> list[Fault]:
+def _metric_faults(study: Study, foreseen: Mapping[str, Foreseen]) -> list[Fault]:
     """Whether every arm logs the primary metric, by the name that its set has earned."""
     metric, place = study.spec.primary.metric, study.place("primary.metric")
     faults = []
@@ -241,11 +242,11 @@ def _metric_faults(study: Study, foreseen: Mapping[str, Mapping[str, Any]]) -> l
     return faults
 
 
-def metrics_of(spec: RunSpec, foreseen: Mapping[str, Any]) -> list[str]:
+def metrics_of(spec: RunSpec, foreseen: Foreseen) -> list[str]:
     """The numbers of its evaluation sets that a run of the spec will log, as far as is known."""
     names = []
     for asked in spec.evaluation.sets:
-        known = foreseen.get(f"effective.evaluation.{asked}.status")
+        known = foreseen.facts.get(f"effective.evaluation.{asked}.status")
         for status in (known,) if known else STATUSES:
             logged = logged_name(asked, status)
             names += [f"{logged}/{kind}" for kind in kinds_of(logged) if kind not in _NO_INTERVAL]

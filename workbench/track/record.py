@@ -296,6 +296,36 @@ class RunRecord(_Part):
         return RunSpec.model_validate(without_nulls(self.spec))
 
 
+# How a difference of each field of a record shows. `judged`: as the leaves that a comparison makes
+# of it. `checked`: it repeats what is judged, and contradicting it is an error.
+# `measured`: the numbers that are compared. `free`: who, when, where, and other words for a fact.
+RECORD_FIELDS: dict[str, Literal["judged", "checked", "measured", "free"]] = {
+    "schema_version": "free",  # what an older one lacks is missing; a newer one is not read
+    "id": "free",
+    "name": "free",
+    "status": "judged",
+    "started": "free",
+    "ended": "free",
+    "error": "free",
+    "spec": "judged",
+    "spec_sha256": "checked",
+    "effective": "judged",
+    "points": "judged",
+    "resumes": "free",  # `effective.code.resumed_with` and its neighbours are judged
+    "results": "measured",
+    "provenance": "free",
+    "git_commit": "free",
+    "params": "checked",
+    "world_size": "checked",
+    "parameter_table": "free",  # `effective.optimizer.groups_sha256` is its hash
+    "tokens_per_step": "checked",
+    "total_tokens": "judged",
+    "backend": "free",
+    "model_config_": "checked",
+    "mlflow": "free",
+}
+
+
 def without_nulls(value: Any) -> Any:
     """A mapping without its null values, at every depth."""
     if isinstance(value, dict):
@@ -324,6 +354,9 @@ def read_record(folder: Path) -> RunRecord:
     path = folder / "run_config.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        if "args" in document and "spec" not in document:
+            message = "this is a record of the runner that this package replaces"
+            raise UserError.at(str(path), message, None, "a run of this package")
         document["model_config_"] = document.pop("model_config", {})
         return RunRecord.model_validate(document)
     except FileNotFoundError:

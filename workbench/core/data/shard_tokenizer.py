@@ -23,12 +23,12 @@ from workbench.core.data.shard_index import Header
 from workbench.core.data.shards import TokenShard, known_vocab_size, read_header
 from workbench.core.data.sides import Hashes, Int64
 from workbench.core.data.tokenizer import Ids, Tokenizer, load_tokenizer
+from workbench.spec.datasets import BY_SHARDS
 
 if TYPE_CHECKING:
     from workbench.spec.run import RunSpec
 
 UNNAMED = "unnamed"
-BY_SHARDS = "shards:"  # before a hash that stands for the tokenizer of these shards
 SAMPLE, AGREEING = 8192, 0.95  # ids of a shard that are encoded again, and the share that must stay
 
 
