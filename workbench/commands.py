@@ -157,6 +157,7 @@ def compare(
 ) -> Answer:
     """Say whether two runs may be compared, and if so, how they differ."""
     from workbench.compare import compare_runs, render_terminal, write_report
+    from workbench.publish import publish
     from workbench.track.store import Store
 
     store = Store()
@@ -172,10 +173,17 @@ def compare(
         statuses=(statuses[0], statuses[1]),
     )
     comparison = write_report(comparison, store.reports)
-    exit_code = comparison.exit_code(strict)
+    assert comparison.report is not None
+    document = comparison.to_json()
+    # Before MLflow is told, which takes seconds.
     if as_json:
-        return Answer(comparison.to_json(), exit_code)
-    return Answer(render_terminal(comparison, color=_in_colour()), exit_code)
+        write_document(document)
+    else:
+        write_line(render_terminal(comparison, color=_in_colour()))
+    folders = [entry.folder for entry in entries]
+    allowed = comparison.judgement.allow
+    publish(document, allowed, comparison.names, folders, comparison.report, say)
+    return Answer(None, comparison.exit_code(strict))
 
 
 app.command("eval")(evaluate)

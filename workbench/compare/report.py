@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workbench.compare import markdown, page, sections
+from workbench.compare import markdown, page, sections, tidy
 from workbench.compare.document import (
     Block,
     Code,
@@ -34,7 +34,8 @@ from workbench.compare.words import why
 from workbench.errors import StoreError, UserError
 from workbench.track.record import strict
 
-MARKDOWN, PAGE, DATA = "report.md", "report.html", "results.json"
+MARKDOWN, PAGE = "report.md", "report.html"
+DATA, TABLE = "results.json", "results.csv"
 
 
 def write_report(comparison: Comparison, reports: Path) -> Comparison:
@@ -57,10 +58,11 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
             new.mkdir()
             blocks = compose(comparison, draw(comparison, new))
             html = page.render(blocks, title(comparison), new)
-            data = json.dumps(_data(comparison), indent=1, allow_nan=False)
-            texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: f"{data}\n"}
+            texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: _data(comparison)}
+            texts[TABLE] = tidy.tidy_csv(comparison)
             for name, text in texts.items():
-                (new / name).write_text(text, encoding="utf-8")
+                # Half of a surrogate pair is no text: it is written as its number.
+                (new / name).write_bytes(text.encode("utf-8", "backslashreplace"))
             with _alone_in(reports):
                 _replace(folder, new, Path(temporary, "old"), comparison.key)
     except OSError as error:
@@ -149,23 +151,12 @@ def _what_to_do(comparison: Comparison) -> list[Block]:
     ]
 
 
-def _data(comparison: Comparison) -> object:
-    results = comparison.results
-    series = {} if results is None else results.series
-    curves = {
-        metric: {
-            "unit": one.unit,
-            "tokens": one.tokens,
-            "a": one.a,
-            "b": one.b,
-            "difference": one.difference,
-            "documents": [d and {"n": d.n, "interval": d.interval} for d in one.documents],
-        }
-        for metric, one in series.items()
-    }
+def _data(comparison: Comparison) -> str:
     runs = [{"id": side.record.id, "name": side.name} for side in (comparison.a, comparison.b)]
-    document = comparison.to_json() | {"key": comparison.key, "runs": runs, "series": curves}
-    return strict(document)
+    document = comparison.to_json() | {"key": comparison.key, "runs": runs}
+    document |= {"series": tidy.series_json(comparison.results)}
+    document |= {"details": tidy.details_json(comparison.results)}
+    return json.dumps(strict(document), indent=1, allow_nan=False) + "\n"
 
 
 def _key_of(folder: Path) -> str | None:

@@ -179,7 +179,9 @@ def reproduce(comparison: Comparison) -> list[Block]:
         words = run_words(side.record)
         lines.append(" ".join(["wb run", *map(_quote, words)]))
     lines.append(_compare_command(comparison, comparison.b.record.name, with_allow=True))
-    parts: list[Block] = [Commands(tuple(lines))]
+    data = (Code("results.json"), " and, one row for each number, ", Code("results.csv"))
+    beside = paragraph("The numbers of this report are beside it in ", *data, ".")
+    parts: list[Block] = [Commands(tuple(lines)), beside]
     if any(run_words(side.record) == ["SPEC"] for side in _sides(comparison)):
         where = (Code("run_config.json"), ", under ", Code("spec"))
         parts.append(paragraph("What SPEC was is in the run's ", *where, "."))

@@ -136,6 +136,11 @@ def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dic
         NAMES_TAG: json.dumps(odd_names, sort_keys=True) if odd_names else None,
     }
     tags |= {key: str(value) for key, value in optional.items() if value}
+    return tag_values(tags)
+
+
+def tag_values(tags: Mapping[str, str]) -> dict[str, str]:
+    """Tags as MLflow takes them, without credentials."""
     return {
         safe_key(key): _limited(redact(value), TAG_LIMIT, "run_config.json")
         for key, value in tags.items()

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
 from workbench.track import parents
+from workbench.track.comparisons import comparison_tags, report_files
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.journal import Row, Tail
 from workbench.track.provenance import redact
@@ -224,7 +225,7 @@ class Feed:
         self._send_additions(position, record)
         odd = fields.renamed([*self._tail.names, *fields.added_names(record)])
         tags = fields.tags_of(record, status, odd) | self._parent_tag(record)
-        self._send_tags(position, tags)
+        self._send_tags(position, tags | fields.tag_values(comparison_tags(self._folder)))
         if status == "RUNNING":
             self._beat_heart(position)
         try:
@@ -391,20 +392,20 @@ class Feed:
             client.log_text(run_id, text, fields.SPEC_FILE)
             position.artifacts[fields.SPEC_FILE] = hashlib.sha256(text.encode()).hexdigest()
             self._note(position)
-        for path in self._artifacts() if ended else ():
+        for path, name in self._artifacts() if ended else ():
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-            name = path.relative_to(self._folder)
-            if position.artifacts.get(str(name)) != content:
-                parent = name.parent.as_posix() if name.parent.parts else None
-                client.log_artifact(run_id, str(path), parent)
-                position.artifacts[str(name)] = content
+            if position.artifacts.get(name) != content:
+                client.log_artifact(run_id, str(path), name.rpartition("/")[0] or None)
+                position.artifacts[name] = content
                 self._note(position)
 
-    def _artifacts(self) -> list[Path]:
+    def _artifacts(self) -> list[tuple[Path, str]]:
+        """The files of the run, then those of the reports it is part of; names as in MLflow."""
         paths = [self._folder / RECORD, self._folder / METRICS]
         for pattern in _ARTIFACTS:
             paths += sorted(self._folder.glob(pattern))
-        return [path for path in paths if path.is_file()]
+        own = [(p, p.relative_to(self._folder).as_posix()) for p in paths if p.is_file()]
+        return [*own, *report_files(self._folder)]
 
     def _last_moment(self, record: RunRecord) -> int:
         """When a run that died was last seen: when its metrics last changed."""
