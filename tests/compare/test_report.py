@@ -292,7 +292,7 @@ def test_text_code_and_blocks() -> None:
     assert text("100m_mha_dense v1.2") == "100m_mha_dense v1.2"
     assert text("_x_ a\nb") == "\\_x\\_ a b"
     assert text("<script>&") == "&lt;script&gt;&amp;"
-    assert code("a|b`c") == "``a\\|b`c``"
+    assert code("a|b`c") == "``a|b`c``"
     assert block(["echo ```"]).startswith("````sh\n")
 
 

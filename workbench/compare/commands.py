@@ -16,7 +16,10 @@ def run_words(record: RunRecord) -> list[str]:
 
     Where that is not on record, the spec file is left as SPEC.
     """
-    words = shlex.split(str(record.provenance.get("command") or ""))
+    try:
+        words = shlex.split(str(record.provenance.get("command") or ""))
+    except ValueError:  # a quotation without an end: no shell has run that
+        words = []
     if "run" not in words:
         return ["SPEC"]
     arguments = [word for word in words[words.index("run") + 1 :] if not word.startswith("-")]

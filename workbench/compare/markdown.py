@@ -35,11 +35,11 @@ def _escaped(value: str, longest: int = _LONGEST_TEXT) -> str:
 
 
 def code(value: str) -> str:
-    """A code span; in a table too, where a bar would end the cell."""
+    """A code span; not for a table, where a bar in it would end the cell."""
     one_line = doc.plain(value).strip() or " "
     fence = "`" * (max((len(run) for run in re.findall("`+", one_line)), default=0) + 1)
     pad = " " if one_line.startswith("`") or one_line.endswith("`") else ""
-    return f"{fence}{pad}{one_line}{pad}{fence}".replace("|", r"\|")
+    return f"{fence}{pad}{one_line}{pad}{fence}"
 
 
 def block(lines: Sequence[str]) -> str:
@@ -77,7 +77,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 
 def _block(one: doc.Block) -> str:
     match one:
         case doc.Heading(words, level):
-            return f"{'#' * level} {text(words)}"
+            return f"{'#' * level} {text(words, doc.LONGEST)}"
         case doc.Paragraph(words):
             return _words(words)
         case doc.Facts(rows):
