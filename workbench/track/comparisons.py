@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workbench.errors import storing
+from workbench.spec.checklist import CLAIMS
 from workbench.track.record import write_json
 
 NOTES = "comparisons"
@@ -39,7 +40,7 @@ class ComparisonNote(BaseModel):
     @property
     def words(self) -> str:
         """The note in one line."""
-        claims = ", ".join(f"{claim} {verdict}" for claim, verdict in self.claims.items())
+        claims = ", ".join(f"{c} {self.claims[c]}" for c in CLAIMS if c in self.claims)
         overrides = "".join(f"; override of {rule}: {why}" for rule, why in self.allow.items())
         return (
             f"{claims}; {' against '.join(self.sides)}; treatment: {self.treatment}{overrides};"
