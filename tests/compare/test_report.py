@@ -73,6 +73,7 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
         "memory.png",
         "report.html",
         "report.md",
+        "results.csv",
         "results.json",
         "throughput.png",
     ]
@@ -132,6 +133,7 @@ def test_a_refused_pair_shows_no_number_no_winner_no_plot(runs: Path, tmp_path: 
     assert sorted(path.name for path in comparison.report.iterdir()) == [
         "report.html",
         "report.md",
+        "results.csv",
         "results.json",
     ]
     markdown = (comparison.report / "report.md").read_text()
