@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -21,6 +22,7 @@ from workbench.core.data.shards import ShardWriter
 from workbench.resume import ResumeRequest
 from workbench.spec.run import RunSpec
 from workbench.track.events import NullTracker, Values
+from workbench.track.record import read_record
 from workbench.track.store import Store
 
 REFERENCE = Path(__file__).parent / "data/token_shard"
@@ -201,3 +203,40 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     one = sorted(straight.folder.glob(weights))[-1]
     other = sorted(resumed.folder.glob(weights))[-1]
     assert one.read_bytes() == other.read_bytes()
+
+
+class Cutter(NullTracker):
+    """Cuts a file when the row of step 2 has been written."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def log(self, values: Values) -> None:
+        if values["step"] == 2:
+            os.truncate(self._file, 2_000)
+
+
+def test_a_shard_that_is_cut_while_it_trains_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named with the bytes that are there and those that should be, and not trained on; with the
+    whole file the run goes on as if nothing had been."""
+    shutil.copytree(REFERENCE / "train", tmp_path / "s")
+    spec, store = token_spec(tokens_path=str(tmp_path / "s")), Store(tmp_path / "m")
+    spec = spec.model_copy(
+        update={"checkpoint": spec.checkpoint.model_copy(update={"save_steps": 1})}
+    )
+    file = tmp_path / "s/tokens.bin"
+    monkeypatch.setattr(runner, "tracker_for", lambda spec, store: Cutter(file))
+    with pytest.raises(DataError, match=r"tokens.bin: is too short.*2,000 bytes.*12,000 bytes"):
+        runner.run(spec, store, ["run"], quiet=True)
+    record = read_record(store.path_of("tiny"))
+    assert (record.status, record.points[-1].tokens) == ("FAILED", 2 * 4 * 32)
+    with pytest.raises(DataError, match=r"tokens.bin: is not the file that its index was written"):
+        runner.run(spec, store, ["run"], quiet=True, resume=ResumeRequest())
+    shutil.copy(REFERENCE / "train/tokens.bin", file)
+    monkeypatch.setattr(runner, "tracker_for", lambda spec, store: NullTracker())
+    resumed = runner.run(spec, store, ["run"], quiet=True, resume=ResumeRequest())
+    assert resumed.record.status == "FINISHED"
+    straight = untracked_run(token_spec(), Store(tmp_path / "straight"))
+    assert resumed.record.points == straight.record.points

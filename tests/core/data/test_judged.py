@@ -83,6 +83,25 @@ def test_a_held_out_set_that_overlaps_training_is_contaminated(load: Callable[..
     assert found["overlap"]["overlapping_tokens"] == len(copy) + len(third)
 
 
+def test_copies_and_near_copies_of_training_documents_are_counted(
+    load: Callable[..., Data],
+) -> None:
+    """Of 100 documents ten stand in training verbatim, five more with other case and blanks."""
+    fresh = texts(85, 1)
+    held_out = load(fresh).evaluation_sets["held_out"].documents
+    apart = {bytes(ids.tolist()).decode() for ids in held_out}
+    source = [text for text in texts(200, 0) if text not in apart]
+    copies, changed = source[:10], [text.upper().replace(" ", "\t ") for text in source[10:15]]
+    data = load([*copies, *changed, *fresh])
+    found = facts(data)["overlap"]
+    assert facts(data)["status"] == "contaminated"
+    assert (found["copies"], found["overlapping_documents"]) == (10, 15)
+    assert found["ngrams_in_training"] == 15 * 28
+    one = data.evaluation_sets["contaminated.wiki"]
+    assert one.clean is not None
+    assert int(one.clean.sum()) == 85
+
+
 def test_an_evaluation_set_that_is_the_training_text(load: Callable[..., Data]) -> None:
     """Every document overlaps, so none is clean: there is no NLL over the clean ones."""
     own = trained(load(texts(30, 1)), 8)

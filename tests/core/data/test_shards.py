@@ -113,6 +113,19 @@ def test_the_writer_refuses_ids_outside_the_vocabulary(wrong: int, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("known_first", [True, False])
+def test_the_writer_keeps_boundaries_of_all_documents_or_of_none(
+    known_first: bool, tmp_path: Path
+) -> None:
+    facts: list[dict[str, Any]] = [{"bytes": 3, "sha256": bytes(32)}, {}]
+    first, second = facts if known_first else facts[::-1]
+    with writer(tmp_path / "s") as new:
+        new.append(np.arange(3), **first)
+        with pytest.raises(ValueError, match="of all documents or of none"):
+            new.append(np.arange(3), **second)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
     ids = np.zeros(1 << 20, np.uint16)
     with largest_file(1 << 20), pytest.raises(StoreError), writer(tmp_path / "s") as new:
