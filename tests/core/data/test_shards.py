@@ -167,6 +167,11 @@ def no_bin(folder: Path) -> None:
     (folder / "tokens.bin").unlink()
 
 
+def a_folder(folder: Path) -> None:
+    no_bin(folder)
+    (folder / "tokens.bin").mkdir()
+
+
 def index_text(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "tokens.idx.json").write_text(text) and None
 
@@ -194,6 +199,7 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "all zeros": (zeros, r"tokens.bin: holds other ids.*allowed: SHA-256 8de3594a"),
     "other ids": (other_bin, r"tokens.bin: holds other ids.*allowed: SHA-256 8de3594a"),
     "no bin": (no_bin, r"tokens.bin: cannot be read: No such file"),
+    "a folder": (a_folder, r"tokens.bin: is not a regular file"),
     "larger count": (keys(num_tokens=6001), r"num_tokens 6,001.*6,000 ids.*12,002 bytes"),
     "smaller count": (keys(num_tokens=10), r"num_tokens 10.*12,000 bytes: 6,000 ids.*20 bytes"),
     "empty": (keys(num_tokens=0), r"num_tokens: the shard is empty"),
