@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workbench.compare.pair import Comparison
 
 _LEAST_PACES = 5  # of steps, for their spread to be shown
-_HIGHEST_SHARE = 2.0  # times an equal share, from where on a map of routes is black
+_HIGHEST_SHARE = 3.0  # times an equal share, from where on a map of routes is black
 
 
 def draw(comparison: Comparison, folder: Path) -> dict[str, Figures]:

@@ -11,9 +11,16 @@ from workbench.track.record import strict
 _COUNTS = ("parameters/total", "parameters/active", "tokens")
 
 
-def written(name: str, number: Number) -> tuple[str, str, str, str]:
-    """First value, second value, their difference, the interval over documents; `-` for none."""
+def written(name: str, number: Number, nll: Number | None = None) -> tuple[str, str, str, str]:
+    """First value, second value, their difference, the interval over documents; `-` for none.
+
+    Args:
+        nll: that of the same evaluation set, by whose interval a number without one is written
+            that is made of the same scores.
+    """
     digits = decimals(number)
+    if number.documents is None and nll is not None and nll.documents is not None:
+        digits = _decimals_of_kin(name, number, nll, digits)
     known = [abs(value) for value in (number.a, number.b) if value is not None]
     size = max(filter(math.isfinite, known), default=0.0)
     values = [write(name, value, digits, size=size) for value in (number.a, number.b)]
@@ -40,7 +47,7 @@ def write(
     if name == "tokens_per_s":
         return _unsigned_zero(f"{value:{plus},.{0 if size >= 100 else 2}f}")
     if name.endswith("/perplexity"):
-        return _unsigned_zero(f"{value:{plus},.{2 if size < 1000 else 0}f}")
+        return _unsigned_zero(f"{value:{plus},.{min(digits, 2 if size < 1000 else 0)}f}")
     return _unsigned_zero(f"{value:{plus}.{digits}f}")
 
 
@@ -53,6 +60,19 @@ def write_interval(interval: tuple[float, float], digits: int = 4) -> str:
 def _unsigned_zero(written: str) -> str:
     """A number that is zero to the digits shown has no sign."""
     return written if re.search("[1-9]", written) else written.lstrip("+-")
+
+
+def _decimals_of_kin(name: str, number: Number, nll: Number, otherwise: int) -> int:
+    """Decimals of the NLL over clean documents, and of a perplexity, whose uncertainty is that of
+    the NLL times itself."""
+    kind = name.rpartition("/")[2]
+    if kind == "clean_nll":
+        return decimals(nll)
+    known = [one for one in (number.a, number.b) if one is not None and math.isfinite(one)]
+    if kind != "perplexity" or not known or nll.documents is None:
+        return otherwise
+    half = (nll.documents.interval[1] - nll.documents.interval[0]) / 2 * max(known)
+    return otherwise if half <= 0 else min(2, max(0, 1 - math.floor(math.log10(half))))
 
 
 def decimals(number: Number) -> int:

@@ -59,8 +59,7 @@ summary { cursor: pointer; color: var(--soft); }
 @media (max-width: 40rem) {
   body { padding: 1rem .75rem 3rem; }
   h1 { font-size: 1.3rem; }
-  dl { grid-template-columns: 1fr; gap: 0; }
-  dd { margin-bottom: .4rem; }
+  dl { gap: .2rem .75rem; padding: .5rem .75rem; }
   th, td { padding: .3rem .4rem; }
 }
 @media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } }

@@ -83,6 +83,7 @@ def difference(
     axes.set_ylabel(f"{names[1]} - {names[0]}, {axis}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     _tidy(axes)
+    axes.set_xlim(-0.03 * max(tokens), 1.03 * max(tokens))  # room for the bars of both ends
     handles, labels = axes.get_legend_handles_labels()
     if not alone:
         last = figure.add_subplot(grid[1])
@@ -151,11 +152,11 @@ def documents(
     mean = float((b - a) @ weight / weight.sum())
     if interval is not None:
         look = {"color": _BAND, "alpha": 0.5, "linewidth": 0}
-        axes.axhspan(*interval, label="its 95 % interval over documents", **look)
-    axes.axhline(mean, color="black", linewidth=1.2, label="mean, weighted by length")
+        axes.axhspan(*interval, label="its 95 % interval", **look)
+    axes.axhline(mean, color="black", linewidth=1.2, label="mean by length")
     area = 12 + 140 * weight / weight.max()
     look = {"facecolors": "#0072B255", "edgecolors": "black", "linewidths": 0.6}
-    axes.scatter(a, b - a, s=area, label="a document; area: its length", **look)
+    axes.scatter(a, b - a, s=area, label="one document", **look)
     axes.set_xlabel(f"A, {axis}")
     axes.set_ylabel(f"B - A, {axis}")
     axes.set_title(title, loc="left")
@@ -206,7 +207,7 @@ def bars(
         )
     axes.set_yticks(range(len(labels)), [short(label, 24) for label in labels])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(furthest))
+    axes.set_xlim(0, 1.4 * max(furthest))
     axes.set_xlabel(axis)
     axes.set_title(title, loc="left")
     _tidy(axes, tokens=False)
@@ -222,7 +223,7 @@ def shares(layers: Sequence[int], found: Floats, *, title: str, highest: float) 
     image = axes.imshow(found * 100, cmap="Greys", vmin=0, vmax=highest * 100, aspect="auto")
     if experts <= 10 and rows <= 20:
         for row, expert in np.ndindex(rows, experts):
-            dark = found[row, expert] > 0.55 * highest
+            dark = found[row, expert] > 0.6 * highest
             look = {"color": "white" if dark else "black", "fontsize": 8}
             share = f"{found[row, expert]:.1%}".replace("%", "")
             axes.text(expert, row, share, ha="center", va="center", **look)

@@ -135,7 +135,8 @@ def _title_block(comparison: Comparison, today: datetime) -> Iterator[tuple[str,
         yield "override", (Code(rule), f": {reason}")
     at = "no common point" if comparison.at is None else f"{comparison.at:,} tokens"
     yield "compared at", (at,)
-    yield "ruleset", (f"{judgement.ruleset}, {today:%Y-%m-%d}",)
+    yield "ruleset", (f"{judgement.ruleset}",)
+    yield "date", (f"{today:%Y-%m-%d}",)
 
 
 def _what_to_do(comparison: Comparison) -> list[Block]:

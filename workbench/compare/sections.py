@@ -56,7 +56,8 @@ def numbers(comparison: Comparison) -> list[Block]:
     rows: list[list[str]] = []
     notes: dict[str, list[Inline]] = {}  # what is said -> the numbers that it is said of
     for name, number in comparison.results.numbers.items():
-        rows.append([name, *written(name, number)])
+        nll = comparison.results.numbers.get(f"{name.rpartition('/')[0]}/nll")
+        rows.append([name, *written(name, number, nll)])
         unit = "" if number.unit == "1" else f" ({number.unit})"
         note = f" Blank here: {number.blank}." if number.blank else ""
         if number.no_interval:
