@@ -322,6 +322,13 @@ def test_numbers_have_as_many_digits_as_mean_something() -> None:
     assert written("held_out/nll", number) == ("5.4000", "5.3965", "-0.0035", "[-0.0068, -0.0011]")
     wide = Number(5.4, 5.1, "nats/token", documents=Documents(9, (-0.9, 0.3)))
     assert written("held_out/nll", wide)[2:] == ("-0.300", "[-0.900, +0.300]")
+    # What is made of an NLL is known as well as that is.
+    nll = Number(5.5537, 5.6121, "nats/token", documents=Documents(12, (0.047, 0.070)))
+    perplexity = Number(258.204, 273.719, "1")
+    assert written("held_out/perplexity", perplexity, nll)[:3] == ("258.2", "273.7", "+15.5")
+    assert written("held_out/perplexity", perplexity)[:3] == ("258.20", "273.72", "+15.51")
+    clean = Number(5.55371, 5.61214, "nats/token")
+    assert written("held_out/clean_nll", clean, nll)[:3] == ("5.554", "5.612", "+0.058")
     assert write("parameters/total", 99_487_680) == "99,487,680"
     assert write("peak_memory_bytes", 3.6e9) == "3.60 GB"
     assert write("x", None) == "-"
