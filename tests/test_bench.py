@@ -25,6 +25,7 @@ from workbench.bench.page import render
 from workbench.bench.process import BenchError, Worker, environment
 from workbench.bench.trace import require_place, write_trace
 from workbench.bench.turns import Turns, benched, logged_share, telemetry_cost, weighed
+from workbench.core.data.loading import load_data, vocab_size_of
 from workbench.errors import StoreError, UserError
 from workbench.spec.run import RunSpec
 
@@ -40,6 +41,7 @@ MODEL = {
 ROUTED = {**MODEL, "mlp_type": "token_routed", "shared_intermediate_size": 96}
 DENSE = {**MODEL, "mlp_type": "dense"}
 TOKENS = 2 * 64
+SHARD = Path(__file__).parent / "data/token_shard/train"
 
 
 def tiny(
@@ -402,6 +404,30 @@ def test_cost_of_telemetry_needs_both_kinds_of_steps() -> None:
     cost = telemetry_cost(on, off)
     assert cost
     assert (cost["cost"], cost["of_other_step"]) == (8.0, None)
+
+
+@pytest.mark.parametrize(
+    ("data", "tokenizer", "vocab_size"),
+    [
+        ({"dataset": "tokens", "tokens_path": str(SHARD)}, {}, 512),
+        ({"dataset": "fineweb", "stream_path": "there"}, {"name": "bytes"}, 257),
+        ({"dataset": "text", "text_file": "there"}, {"name": "bytes"}, 257),
+    ],
+)
+def test_a_step_takes_random_ids_of_the_vocabulary_of_any_data(
+    data: dict[str, Any], tokenizer: dict[str, Any], vocab_size: int, tmp_path: Path
+) -> None:
+    """Nothing of them is read but what a shard says of its ids; further sets are left out."""
+    further = {"held_out": [{"name": "more", "path": "there"}]}
+    document = tiny().model_dump(mode="json") | {"data": data | further, "tokenizer": tokenizer}
+    document["evaluation"] = {}
+    spec = RunSpec.model_validate(document)
+    found = RunSpec.model_validate(benched(spec))
+    assert found.data.dataset == "random"
+    assert vocab_size_of(found, tmp_path) == vocab_size_of(spec, tmp_path) == vocab_size
+    loaded = load_data(found, tmp_path / "s", seed=1)
+    assert loaded.tokenizer.vocab_size == vocab_size
+    assert int(loaded.train_stream().next_batch(40).max()) in range(vocab_size - 40, vocab_size)
 
 
 def test_fault_found_by_a_worker_is_the_users(tmp_path: Path) -> None:

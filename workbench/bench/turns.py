@@ -29,9 +29,18 @@ NO_END = 1_000_000
 
 def benched(spec: RunSpec) -> dict[str, Any]:
     """The spec with random ids for its data, without an end, its reports due at every second step
-    (every step, where that is the spec's cadence)."""
+    (every step, where that is the spec's cadence).
+
+    Raises:
+        UserError: the token shard of the spec cannot be read.
+    """
     document = spec.model_dump(mode="json")
     document["data"] = {"dataset": "random"}
+    document["evaluation"]["sets"] = None
+    if spec.data.dataset == "tokens":
+        from workbench.core.data.shard_tokenizer import vocab_size_of_shard
+
+        document["tokenizer"] = {"vocab_size": vocab_size_of_shard(spec)}
     document["training"]["steps"] = NO_END
     document["schedule"]["warmup_steps"] = spec.warmup_steps
     document["evaluation"]["eval_steps"] = 0

@@ -87,9 +87,12 @@ def complete_data(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete_tokenizer(given: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer section: o200k_base, but what the shard says where the data are tokens."""
+    """The tokenizer section: o200k_base, but what the shard says where the data are tokens, and
+    none for random ids below a number."""
     full = {key: value for key, value in given.items() if value is not None}
-    if data.get("dataset") != "tokens":
+    if data.get("dataset") != "tokens" and not (
+        data.get("dataset") == "random" and "vocab_size" in full
+    ):
         full.setdefault("name", "o200k_base")
     return full
 
@@ -179,7 +182,8 @@ def _tokenizer_faults(spec: RunSpec) -> Iterator[Fault]:
     if tokenizer.name != "file" and tokenizer.path is not None:
         message = f"only tokenizer 'file' reads a path, not {tokenizer.name!r}"
         yield Fault("tokenizer.path", message, tokenizer.path, UNSET)
-    if tokenizer.vocab_size is not None and not is_tokens:
+    is_number = spec.data.dataset == "random" and tokenizer.name is None
+    if tokenizer.vocab_size is not None and not is_tokens and not is_number:
         message = f"the tokenizer {tokenizer.name!r} knows it"
         yield Fault("tokenizer.vocab_size", message, tokenizer.vocab_size, UNSET)
 

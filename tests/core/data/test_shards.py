@@ -381,6 +381,13 @@ def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
         open_shard(tmp_path, "complexity")
 
 
+def test_the_index_of_another_file_is_not_taken(shard: Path) -> None:
+    shutil.copy(shard / "tokens.bin", shard / "other.bin")
+    assert open_shard(shard / "tokens.bin").vocab_size == 512
+    with pytest.raises(DataError, match=r"tokens.idx.json beside it is the index of another file"):
+        open_shard(shard / "other.bin", "complexity")
+
+
 def test_what_the_shard_says_holds(shard: Path) -> None:
     assert open_shard(shard, vocab_size=512, tokenizer="toy-512").vocab_size == 512
     with pytest.raises(DataError, match=r"tokenizer.vocab_size: .*513.*null or 512"):

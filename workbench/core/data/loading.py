@@ -66,6 +66,9 @@ def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
     """
     if spec.data.dataset == "tokens":
         return _from_shards(spec, store, seed)
+    if (below := _random_below(spec)) is not None:
+        sha256 = hashlib.sha256(f"random ids below {below}".encode()).hexdigest()
+        return _random(spec, Vocabulary("random ids", below, below - 1, sha256), seed)
     tokenizer = tokenizer_of(spec, store / "cache/tiktoken")
     match spec.data.dataset:
         case "sample":
@@ -101,6 +104,8 @@ def vocab_size_of(spec: RunSpec, cache_dir: Path, keep: bool = True) -> int:
     """
     if spec.data.dataset == "tokens":
         return vocab_size_of_shard(spec)
+    if (below := _random_below(spec)) is not None:
+        return below
     return tokenizer_of(spec, cache_dir, keep).vocab_size
 
 
@@ -198,7 +203,13 @@ def _counts(corpus: Corpus, split: Split, windows: TokenWindows) -> dict[str, in
     return counts
 
 
-def _random(spec: RunSpec, tokenizer: Tokenizer, seed: int) -> Data:
+def _random_below(spec: RunSpec) -> int | None:
+    """The bound of random ids of no tokenizer; None: there is a tokenizer."""
+    is_random = spec.data.dataset == "random" and spec.tokenizer.name is None
+    return spec.tokenizer.vocab_size if is_random else None
+
+
+def _random(spec: RunSpec, tokenizer: Tokenizer | Vocabulary, seed: int) -> Data:
     """Random ids: `held_out` is a stream of its own that no seed changes, `train_split` the first
     ids of the training stream."""
     seq_len = spec.training.seq_len
@@ -211,7 +222,7 @@ def _random(spec: RunSpec, tokenizer: Tokenizer, seed: int) -> Data:
         source = windows
         if name == "held_out":
             source = RandomWindows(tokenizer.vocab_size, BLOCK_TOKENS, 0, "held_out")
-        one = _random_set(name, source, blocks, tokenizer.eod_id)
+        one = _random_set(name, source, blocks, tokenizer.eod_id or 0)
         sets[name] = of_training(one) if name == "train_split" else unproven(one, SMOKE_TEST)
     identity = f"random ids v1 below {tokenizer.vocab_size}"
     facts = {
