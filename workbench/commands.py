@@ -21,6 +21,7 @@ from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
 from workbench.keep_commands import sync, verify
 from workbench.output import write_document, write_line
+from workbench.rule_commands import diff, explain
 from workbench.study_commands import app as study_app
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ def compare(
 
 app.command("eval")(evaluate)
 app.command()(verify)
+app.command()(explain)
+app.command()(diff)
 app.command()(sync)
 
 

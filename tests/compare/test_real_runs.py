@@ -15,10 +15,18 @@ import pytest
 from tiny_runs import tiny_spec, untracked_run, write_corpus
 
 from workbench import cli
-from workbench.compare import Comparison, compare_runs
+from workbench.compare import (
+    Comparison,
+    PlannedRun,
+    Side,
+    check,
+    compare_runs,
+    render_check,
+)
+from workbench.foresee import foresee
 from workbench.run import recorded
 from workbench.spec.checklist import CLAIMS
-from workbench.spec.run import document_hash, spec_hash
+from workbench.spec.run import RunSpec, document_hash, spec_hash
 from workbench.track.provenance import code_facts
 from workbench.track.record import read_record
 from workbench.track.store import Store
@@ -74,6 +82,11 @@ class Runs:
         folder = self.store.path_of(name)
         if folder.exists():
             return folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("workbench.run.code_facts", lambda: self.code)
+            return untracked_run(self.spec(name), self.store).folder
+
+    def spec(self, name: str) -> RunSpec:
         changes = {key: value for key, value in CHANGES[name].items() if key != "seed"}
         base: dict[str, dict[str, Any]] = {
             "model": {"num_hidden_layers": 1},
@@ -88,10 +101,16 @@ class Runs:
         if name == "ranks":
             changes = {"tokenizer": {"name": "file", "path": str(self.home / "ranks.tiktoken")}}
         laid = {key: base.get(key, {}) | changes.get(key, {}) for key in base | changes}
-        spec = tiny_spec(self.home, name, CHANGES[name].get("seed", 42), **laid)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("workbench.run.code_facts", lambda: self.code)
-            return untracked_run(spec, self.store).folder
+        return tiny_spec(self.home, name, CHANGES[name].get("seed", 42), **laid)
+
+    def planned(self, name: str) -> PlannedRun:
+        """The spec of a run, as it is judged before it trains."""
+        spec = self.spec(name)
+        return PlannedRun(spec, f"{name}.yaml", foresee(spec, self.store))
+
+    def side(self, name: str) -> Side:
+        record = read_record(self(name))
+        return Side(name, self(name), record, record.status)
 
     def compare(self, b: str, a: str = "base", **options: Any) -> Comparison:
         return compare_runs(self(a), self(b), **options)
@@ -171,6 +190,61 @@ def test_the_rule_of_the_difference_and_no_other(runs: Runs, name: str) -> None:
     exits = (3, 3) if refuse else (0, 1) if flag else (0, 0)
     assert (comparison.exit_code(), comparison.exit_code(strict=True)) == exits
     assert (comparison.results is None) == bool(refuse)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_check_says_beforehand_what_a_comparison_says_afterwards(runs: Runs, name: str) -> None:
+    """Of two specs, of a run and a spec, of two runs: the same rules, at the same point."""
+    comparison = runs.compare(name)
+    counted = {leaf.path for leaf in comparison.judgement.with_outcome("differs", "missing")}
+    sides = {
+        "spec, spec": (runs.planned("base"), runs.planned(name)),
+        "run, spec": (runs.side("base"), runs.planned(name)),
+        "spec, run": (runs.planned("base"), runs.side(name)),
+        "run, run": (runs.side("base"), runs.side(name)),
+    }
+    for what, (a, b) in sides.items():
+        found = check(a, b)
+        assert found.at == comparison.at, what
+        assert found.judgement.claims == comparison.judgement.claims, what
+        said = {leaf.path for leaf in found.judgement.with_outcome("differs", "missing")}
+        assert said == counted, what
+        assert found.exit_code(strict=True) == comparison.exit_code(strict=True)
+        unknown = found.judgement.with_outcome("not yet known")
+        assert bool(unknown) == (what != "run, run")
+        assert all(leaf.path.startswith("effective.") for leaf in unknown)
+
+
+def test_a_check_agrees_on_treatments_and_allowances(runs: Runs) -> None:
+    for name, options in (
+        ("lr", {"treatment": ["optimizer.lr"]}),
+        ("bf16", {"allow": {"precision": "known"}}),
+        ("longer", {"treatment": ["training.steps"], "claims": ["throughput", "nll"]}),
+        ("ranks", {"treatment": ["tokenizer"], "claims": ["bpb"]}),
+        ("dense", {"treatment": ["model"], "claims": list(CLAIMS)}),
+    ):
+        comparison = runs.compare(name, **options)
+        for a in (runs.planned("base"), runs.side("base")):
+            found = check(a, runs.planned(name), **options)
+            assert found.judgement.claims == comparison.judgement.claims, name
+            assert found.verdict == comparison.verdict
+
+
+def test_a_run_of_too_few_steps_has_no_throughput_beforehand_either(runs: Runs) -> None:
+    CHANGES["short"] = {"training": {"steps": 12}}
+    found = check(runs.planned("short"), runs.planned("short"), claims=["throughput"])
+    assert found.verdict == "refused"
+    assert [leaf.path for leaf in found.judgement.with_outcome("missing")] == [
+        "effective.interval.first_step",
+        "effective.interval.last_step",
+    ]
+
+
+def test_specs_that_never_meet_are_refused_by_the_budget(runs: Runs) -> None:
+    CHANGES["odd"] = {"training": {"batch_size": 5}, "evaluation": {"eval_steps": 0}}
+    found = check(runs.side("base"), runs.planned("odd"), treatment=["training.batch_size"])
+    assert found.at is None
+    assert "at a common evaluation point: there is none" in render_check(found)
 
 
 # run -> a treatment that declares all of its difference
@@ -298,11 +372,13 @@ def test_random_ids_have_no_bits_per_byte(runs: Runs) -> None:
 # -- the command
 
 
-def wb(runs: Runs, capsys: Any, monkeypatch: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """`wb compare --json` in this process: exit code and document."""
+def wb(
+    runs: Runs, capsys: Any, monkeypatch: Any, *arguments: str, command: str = "compare"
+) -> tuple[int, dict[str, Any]]:
+    """`wb compare --json` in this process, or another command: exit code and document."""
     monkeypatch.setenv("WB_HOME", str(runs.store.home))
     monkeypatch.setattr("workbench.compare.report.draw", lambda *_: {})
-    code = cli._guarded(["compare", *arguments, "--json"])
+    code = cli._guarded([command, *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -329,6 +405,47 @@ def test_exit_codes(
     found, document = wb(runs, capsys, monkeypatch, *options)
     assert (found, document["verdict"]) == (code, verdict)
     assert (document["results"] is None) == (verdict == "refused" and "--claim" not in options)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "code"),
+    [
+        ("base", "again.yaml", 0),
+        ("base.yaml", "again", 0),
+        ("base", "lr.yaml", 3),
+        ("seed.yaml", "base.yaml", 3),
+        ("base", "lr", 3),
+        ("base", "dense.yaml", 0),
+    ],
+)
+def test_check_takes_specs_and_run_names(
+    runs: Runs, capsys: Any, monkeypatch: Any, tmp_path: Path, a: str, b: str, code: int
+) -> None:
+    given = []
+    for name in (a, b):
+        run = name.removesuffix(".yaml")
+        if name == run:
+            runs(run)
+            given.append(run)
+        else:
+            document = json.dumps(runs.spec(run).model_dump(mode="json"))
+            (tmp_path / name).write_text(document)
+            given.append(str(tmp_path / name))
+    found, document = wb(runs, capsys, monkeypatch, *given, command="check")
+    assert (found, document["results"], document["report"]) == (code, None, None)
+    assert document["at"] == END
+    assert ("not_yet_known" in document) == any(name.endswith(".yaml") for name in (a, b))
+
+
+def test_check_names_what_is_neither_a_spec_nor_a_run(
+    runs: Runs, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    runs("base")
+    code, document = wb(runs, capsys, monkeypatch, "base", "bsae", command="check")
+    assert code == 2
+    assert "no such file, and there is no such run" in document["error"]["message"]
+    missing = str(tmp_path / "none.yaml")
+    assert wb(runs, capsys, monkeypatch, missing, "base", command="check")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def _ruling(ruling: Ruling, judgement: Judgement, names: tuple[str, str]) -> dic
         "why": why(ruling),
         "remedy": remedy(ruling, judgement, names),
         "allowed": ruling.allowed,
+        "explain": f"wb explain {ruling.rule}",
     }
 
 

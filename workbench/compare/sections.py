@@ -119,7 +119,12 @@ def checklist(comparison: Comparison) -> list[Block]:
         "N, B, T, M: what a difference does to nll, bpb, throughput, memory"
         " (r refuses, f flags; in capitals where it does so here)."
     )
-    parts: list[Block] = [table(head, rows), paragraph(legend)]
+    page = (
+        " ",
+        Code("wb explain RULE"),
+        " says what a rule guards and why, by a measured example.",
+    )
+    parts: list[Block] = [table(head, rows), paragraph(legend, *page)]
     leaves = [leaf for ruling in comparison.judgement.rules for leaf in ruling.leaves]
     leaves = [leaf for leaf in leaves if leaf.outcome != "match"]
     if leaves:

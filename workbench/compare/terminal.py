@@ -119,6 +119,8 @@ def _rules(judgement: Judgement, color: bool) -> list[str]:
         mark = _paint(f"{ruling.rule:<11}", _COLORS[_worst(ruling)], color)
         first, *rest = _wrap(f"{ruling.outcome}: {why(ruling)}", "", _WIDTH - 12)
         lines += [f"{mark} {first}", *(f"{'':<12}{line}" for line in rest)]
+    if found:
+        lines.append(f"{'':<12}(wb explain RULE: what it guards, and why)")
     return lines
 
 
