@@ -68,6 +68,7 @@ class Runs:
 
     def __init__(self, home: Path) -> None:
         self.home, self.store = home, Store(home / "mlruns")
+        self._planned: dict[str, PlannedRun] = {}
         self.code = code_facts()  # once: somebody may be at work on the sources
         corpus = write_corpus(home / "corpus.txt")
         (home / "link.txt").symlink_to(corpus)
@@ -105,8 +106,10 @@ class Runs:
 
     def planned(self, name: str) -> PlannedRun:
         """The spec of a run, as it is judged before it trains."""
-        spec = self.spec(name)
-        return PlannedRun(spec, f"{name}.yaml", foresee(spec, self.store))
+        if name not in self._planned:
+            spec = self.spec(name)
+            self._planned[name] = PlannedRun(spec, f"{name}.yaml", foresee(spec, self.store))
+        return self._planned[name]
 
     def side(self, name: str) -> Side:
         record = read_record(self(name))
