@@ -82,3 +82,30 @@ def test_a_run_on_prepared_shards(tmp_path: Path) -> None:
     assert train["holds"]
     assert held_out["holds"]
     assert held_out["documents"]["count"] == scored.documents
+
+
+@pytest.mark.slow
+def test_text_beside_a_run_whose_shards_name_no_hash(tmp_path: Path) -> None:
+    """Their ids show which tokenizer it is, so text can be encoded, scored and measured."""
+    corpus = text_corpus([str(write_texts(tmp_path / "text.jsonl"))], "text", "auto", place="SRC")
+    done = prepare(corpus, tmp_path / "out", TokenizerName("bytes", None, tmp_path), 0.1)
+    for file in done.folder.glob("*/tokens.docs.*"):
+        file.unlink()
+    document = {
+        "name": "unnamed",
+        "model": ROUTED,
+        "training": {"steps": 2, "batch_size": 2, "seq_len": 32},
+        "data": {"dataset": "tokens", "tokens_path": str(done.folder / "train")},
+    }
+    store = Store(tmp_path / "mlruns")
+    outcome = untracked_run(RunSpec.model_validate(document), store)
+    assert str(outcome.record.effective.tokenizer.sha256).startswith("shards:")
+    more = tmp_path / "more.txt"
+    more.write_text("a text of its own, which no run has seen before and none will see again soon")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate_run, "tracker_for", lambda spec, store: NullTracker())
+        entry = read_entry(outcome.folder)
+        (added,) = evaluate_run.evaluate_run(entry, store, {"more": more}).added
+    assert added.name == "held_out.more"
+    assert added.facts["overlap"]["measured_on"] == "words of the text"
+    assert added.facts["bytes"] == len(more.read_text())

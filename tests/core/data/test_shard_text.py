@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from workbench.core.data.passages import texts_of
 from workbench.core.data.rank_files import _download
 from workbench.core.data.shard_tokenizer import tokenizer_of_shards
 from workbench.core.data.shards import ShardWriter, TokenShard, open_shard
+from workbench.core.data.token_data import tokenizer_by_shards
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 from workbench.spec.run import RunSpec
 
@@ -427,3 +429,21 @@ def test_bytes_of_blocks_are_known_where_the_tokenizer_is(
     found = data.facts["evaluation"]["held_out"]
     assert found["bytes"] == {"not_applicable": "the text of these ids is not known"}
     assert data.evaluation_sets["contaminated"].byte_counts is None
+
+
+def test_the_tokenizer_of_a_run_is_known_by_its_shards(
+    tmp_path: Path, byte_tokenizer: Tokenizer, sides: Any
+) -> None:
+    """Where they name no hash: as long as they are the ones that trained the run."""
+    shard = without_documents(write_shard(tmp_path / "s", sides[0], byte_tokenizer))
+    data = {"dataset": "tokens", "tokens_path": shard}
+    spec = RunSpec.model_validate({"name": "x", "data": data})
+    recorded = load_data(spec, tmp_path / "store", seed=1).facts["tokenizer"]["sha256"]
+    found = tokenizer_by_shards(spec, tmp_path / "store", recorded)
+    assert isinstance(found, Tokenizer)
+    assert found.content_sha256 == byte_tokenizer.content_sha256
+    shutil.rmtree(shard)
+    without_documents(write_shard(tmp_path / "s", sides[1], byte_tokenizer))
+    said = tokenizer_by_shards(spec, tmp_path / "store", recorded)
+    assert isinstance(said, str)
+    assert said.startswith("the shards are others now: shards:")

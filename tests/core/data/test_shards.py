@@ -345,6 +345,36 @@ def test_a_file_changed_this_moment_is_not_remembered(shard: Path, tmp_path: Pat
     (shard / "tokens.bin").touch()
     open_shard(shard, memory=tmp_path / "memory")
     assert not (tmp_path / "memory").exists()
+    os.utime(shard / "tokens.bin", (1, 1))  # a time set back hides nothing
+    open_shard(shard, memory=tmp_path / "memory")
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_file_that_is_written_to_while_it_is_checked_is_refused(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written behind the part that is read already would pass unseen."""
+    read = shard_files.StoredIds._read
+
+    def written_behind(self: shard_files.StoredIds, at: int, size: int) -> bytes:
+        raw = read(self, at, size)
+        with self.file.path.open("r+b") as file:
+            file.write(b"\x07")
+        os.utime(self.file.path, (at + 5, at + 5))
+        return raw
+
+    monkeypatch.setattr(shard_files.StoredIds, "_read", written_behind)
+    with pytest.raises(DataError, match=r"tokens.bin: is written to while it is read"):
+        open_shard(shard)
+
+
+def test_a_file_too_short_for_its_ids_is_not_opened(shard: Path) -> None:
+    """Cut between the look at its index and this one."""
+    file = shard_files.TokenFile(shard / "tokens.bin", np.dtype("<u2"), 0, 6_000)
+    shard_files.StoredIds(file)
+    os.truncate(file.path, 11_999)
+    with pytest.raises(DataError, match=r"is too short.*11,999 bytes.*12,000 bytes"):
+        shard_files.StoredIds(file)
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_noticed(shard: Path) -> None:
