@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from workbench.answers import Answer, AsJson, Debug
+from workbench.answers import Answer, AsJson, Debug, say
 from workbench.errors import RefusedError
+
+if TYPE_CHECKING:
+    from workbench.study.outcome import StudyResult
 
 app = typer.Typer(
     name="study",
@@ -73,6 +76,30 @@ def run(
 
 
 @app.command()
+def report(
+    study: Annotated[str, typer.Argument(help="A study file, or the name of a study that ran.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Write the report of a study: the answer, how sure it is, and all that happened."""
+    from workbench.study.outcome import outcome_of
+    from workbench.study.report import data, write_study_report
+    from workbench.study.sections import headline
+    from workbench.study.status import study_status
+    from workbench.track.store import Store
+
+    store = Store()
+    found = outcome_of(study_status(study, store))
+    folder = write_study_report(found, store.reports)
+    _publish(found, folder)
+    exit_code = RefusedError.exit_code if found.verdict == "refused" else 0
+    if as_json:
+        return Answer(data(found) | {"report": str(folder)}, exit_code)
+    lines = [f"{found.verdict.upper()}: {headline(found)}", f"report: {folder / 'report.md'}"]
+    return Answer("\n".join(lines), exit_code)
+
+
+@app.command()
 def status(
     study: Annotated[str, typer.Argument(help="A study file, or the name of a study that ran.")],
     as_json: AsJson = False,
@@ -84,3 +111,29 @@ def status(
 
     found = study_status(study, Store())
     return Answer(found.to_json() if as_json else render(found))
+
+
+def _publish(found: StudyResult, report: Path) -> None:
+    """Tells the runs that were compared, and MLflow, of the report."""
+    from workbench.publish import publish
+    from workbench.spec.checklist import RULESET_VERSION
+    from workbench.study.mlflow import tell_mlflow
+    from workbench.study.run import summary
+    from workbench.study.states import mlflow_status
+
+    status, comparison = found.status, found.comparison
+    if comparison is not None:
+        document = {
+            "verdict": found.verdict,
+            "claims": comparison.claims,
+            "treatment": {"names": status.plan.latest.document["treatment"], "inferred": False},
+            "ruleset": RULESET_VERSION,
+        }
+        runs = [state.entry.folder for state in found.compared if state.entry is not None]
+        publish(document, {}, [f"study {status.plan.name}"], runs, report, say)
+    records = [state.entry.record for state in status.states if state.entry]
+    tracking = next((one.spec.get("tracking") for one in records if one), None) or {}
+    where = tracking.get("experiment", "workbench"), tracking.get("uri")
+    if records:
+        said = summary(status.states)
+        tell_mlflow(status.folder, where, mlflow_status(status.states), said, [report], say)

@@ -178,10 +178,9 @@ def test_mlflow_that_does_not_answer_is_one_line(
 ) -> None:
     """And the summary is kept, so that `wb sync` can send it."""
     monkeypatch.setenv("WB_MLFLOW_WAIT", "0")
-    tracking = load_study(write_study(tmp_path)).runs[0].spec.tracking
-    tracking = tracking.model_copy(update={"uri": "http://me:hunter2@127.0.0.1:9"})
+    where = "quick", "http://me:hunter2@127.0.0.1:9"
     said: list[str] = []
-    assert not tell_mlflow(tmp_path, tracking, "FINISHED", "2 of 2", [], said.append)
+    assert not tell_mlflow(tmp_path, where, "FINISHED", "2 of 2", [], said.append)
     assert len(said) == 1
     assert "wb sync" in said[0]
     text = (tmp_path / "summary.json").read_text()

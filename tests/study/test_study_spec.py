@@ -105,6 +105,7 @@ def test_runs_are_tagged_with_their_study_and_the_tag_is_compared_by_no_rule(
         ({"arms": ARMS | {"a b": {}}}, "arms.a b", "cannot be the name of an arm"),
         ({"arms": arms_with("dense", seed=3)}, "arms.dense.seed", "the study sets the seed"),
         ({"arms": arms_with("dense", name="x")}, "arms.dense.name", "the study sets the name"),
+        ({"baseline": "dens"}, "baseline", "Did you mean 'dense'?"),
         ({"arms": [1]}, "arms", "valid dictionary"),
         ({"arms": {"a": 3, "b": {}}}, "arms.a", "valid dictionary"),
         (

@@ -67,7 +67,7 @@ def details_of(
     if sets and not {"nll", "bpb"} <= refused.keys():
         pairs = _documents(a, b, tokens, sets[0], "nll" if "nll" not in refused else "bpb")
     paces = ((), ()) if "throughput" in refused else (_pace(a), _pace(b))
-    return Details(pairs, paces, (_routes(a, tokens), _routes(b, tokens)))
+    return Details(pairs, paces, (routes_of(a, tokens), routes_of(b, tokens)))
 
 
 def _documents(
@@ -111,7 +111,7 @@ def _pace(run: RunData) -> tuple[float, ...]:
     )
 
 
-def _routes(run: RunData, tokens: int) -> Routes | None:
+def routes_of(run: RunData, tokens: int) -> Routes | None:
     """The shares by layer up to the point compared; None where they were not recorded."""
     import pyarrow.compute as pc
     import pyarrow.parquet as parquet

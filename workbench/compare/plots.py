@@ -116,6 +116,52 @@ def _difference_over(
     axes.plot(tokens, values, color="black", marker="o", markersize=5, label="difference")
 
 
+@dataclass(frozen=True)
+class Effect:
+    """The difference of one arm from the baseline; `each` is that of every paired seed."""
+
+    name: str
+    difference: float
+    seeds: Interval | None
+    documents: Interval | None
+    each: tuple[float, ...] = ()
+
+
+def effects(rows: Sequence[Effect], *, axis: str, title: str, level: str) -> Any:
+    """One row for each arm: its difference with both intervals, and the zero line."""
+    figure = _figure((WIDE[0], 1.9 + 0.5 * len(rows)))
+    axes = figure.add_subplot()
+    axes.axvline(0, color=_GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
+    for place, row in enumerate(rows):
+        first = place == 0
+        if row.documents is not None:
+            low, high = row.documents
+            look = {"height": 0.5, "facecolor": _BAND, "alpha": 0.7, "edgecolor": _GREY}
+            said = f"{level} interval over documents, these models alone"
+            axes.barh(place, high - low, left=low, label=said if first else None, **look)
+        if row.seeds is not None:
+            low, high = row.seeds
+            style = {"ecolor": "black", "elinewidth": 1.4, "capsize": 4, "fmt": "none"}
+            said = f"{level} interval over seeds"
+            half = [(high - low) / 2]
+            label = said if first else None
+            axes.errorbar([(low + high) / 2], [place], xerr=half, label=label, **style)
+        if row.each:
+            look = {"marker": "x", "color": "black", "s": 36, "linewidths": 1.4, "zorder": 3}
+            label = "a seed" if first else None
+            axes.scatter(row.each, [place] * len(row.each), label=label, **look)
+        label = "mean" if first else None
+        axes.plot([row.difference], [place], "o", color="#0072B2", markersize=7, label=label)
+    axes.set_yticks(range(len(rows)), [short(row.name, 24) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(axis)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    _tidy(axes, tokens=False)
+    axes.grid(visible=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
 def curves(lines: Sequence[Curve], *, axis: str, title: str, limits: Interval | None = None) -> Any:
     """The curves of arms over training, each with its band where it has one."""
     figure = _figure(HALF)

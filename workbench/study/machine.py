@@ -25,6 +25,11 @@ class Share:
     threads: int
     why: str
 
+    @property
+    def words(self) -> str:
+        """Such as "2 threads"."""
+        return "1 thread" if self.threads == 1 else f"{self.threads} threads"
+
 
 def cores() -> int:
     """The CPUs that this process may use."""

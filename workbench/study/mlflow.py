@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workbench.spec.run import TrackingSpec
 from workbench.study.plan import now
 from workbench.track.feeder import patience
 from workbench.track.parents import SUMMARY
@@ -18,7 +17,7 @@ from workbench.track.record import write_json
 
 def tell_mlflow(
     folder: Path,
-    tracking: TrackingSpec,
+    where: tuple[str, str | None],
     status: str,
     summary: str,
     reports: Sequence[Path],
@@ -26,23 +25,28 @@ def tell_mlflow(
 ) -> bool:
     """Writes `summary.json` and sends the study; False where MLflow did not take it in time.
 
+    Args:
+        where: the experiment, and the address where the runs name one.
+        reports: the folders of its reports.
+
     Raises:
         StoreError: the store cannot be written.
     """
+    experiment, uri = where
     document = {
         "status": status,
         "when": now(),
         "summary": summary,
-        "experiment": tracking.experiment,
-        "uri": tracking.uri and redact(tracking.uri),
+        "experiment": experiment,
+        "uri": uri and redact(uri),
         "reports": [str(path) for path in reports],
     }
     write_json(folder / SUMMARY, document)
     environment = dict(os.environ)
     paths = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if tracking.uri:
-        environment["MLFLOW_TRACKING_URI"] = tracking.uri
+    if uri:
+        environment["MLFLOW_TRACKING_URI"] = uri
     seconds = patience()
     try:
         subprocess.run(

@@ -27,7 +27,7 @@ from workbench.track.store import Store
 
 PLAN = "plan.json"
 _KEPT = ("evaluation.eval_steps",)  # free for a run, but it decides where a study can be read
-_FOLDERS = ("tokenizer.path", "data.text_file", "data.tokens_path", "data.stream_path")
+PATHS = ("tokenizer.path", "data.text_file", "data.tokens_path", "data.stream_path")
 
 
 class PlannedName(BaseModel):
@@ -100,6 +100,7 @@ def document_of_study(study: Study) -> dict[str, Any]:
     return {
         "seeds": list(spec.seeds),
         "treatment": sorted(spec.treatment),
+        "baseline": spec.baseline or next(iter(spec.arms)),
         "primary": spec.primary.model_dump(mode="json"),
         "decision": spec.decision.model_dump(mode="json"),
         "arms": {
@@ -133,7 +134,8 @@ def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
 
     An arm that only one of them has is one line. A field that the earlier document cannot have
     known, since a later version of this package brought it, is no difference while it has its
-    default.
+    default. Of a path only the file's name counts: a project may be moved, and what its files hold
+    is compared by content, by the rules.
     """
     lines = []
     old, new = before["arms"], after["arms"]
@@ -146,14 +148,22 @@ def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         kept |= {f"arms.{arm}": document["arms"][arm] for arm in shared}
         sides.append(dict(_leaves(kept)))
     for leaf in dict.fromkeys([*sides[0], *sides[1]]):
-        a, b = (json.dumps(side.get(leaf)) for side in sides)
+        a, b = (json.dumps(_named(leaf, side.get(leaf))) for side in sides)
         if a != b and (leaf in sides[0] or not _is_default(leaf, sides[1][leaf])):
             lines.append(f"{leaf}: {a} -> {b}")
     return lines
 
 
+def _named(leaf: str, value: Any) -> Any:
+    """The value; of a path the last part."""
+    is_path = isinstance(value, str) and leaf.endswith(PATHS)
+    return Path(value).name if is_path else value
+
+
 def _is_default(leaf: str, value: Any) -> bool:
     """Whether `arms.<arm>.<field>` has the field's default."""
+    if leaf == "baseline":
+        return True  # the first version compared with the first arm
     for name, info in field_types().items():
         if leaf.endswith(f".{name}"):
             return bool(info.get_default(call_default_factory=True) == value) or value is None
@@ -212,7 +222,7 @@ def _deciding(document: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, 
     for leaf, value in _leaves({k: v for k, v in document.items() if k not in ("name", "seed")}):
         if tag_of(leaf).kind == "free" and leaf not in _KEPT:
             continue
-        if leaf in _FOLDERS and isinstance(value, str):
+        if leaf in PATHS and isinstance(value, str):
             yield leaf, os.path.relpath(value, folder)
         else:
             yield leaf, value

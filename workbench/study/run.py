@@ -32,7 +32,7 @@ from workbench.study.plan import (
 )
 from workbench.study.processes import Process
 from workbench.study.spec import PlannedRun, Study
-from workbench.study.states import STOPPED_ITSELF, RunState, states_of
+from workbench.study.states import STOPPED_ITSELF, RunState, mlflow_status, states_of
 from workbench.track.store import Store
 
 _POLL_SECONDS = 0.2
@@ -84,10 +84,7 @@ class StudyOutcome:
         """As MLflow shows it: FINISHED, FAILED, KILLED by a signal, or RUNNING elsewhere."""
         if self.stopped_by is not None:
             return "KILLED"
-        if self.exit_code:
-            return "FAILED"
-        open_ = any(state.state == "running" and not state.dropped for state in self.states)
-        return "RUNNING" if open_ else "FINISHED"
+        return mlflow_status(self.states)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `wb study run --json` prints."""
@@ -280,9 +277,9 @@ class _Runner:
             at_once = min(share.at_once, len(waiting))
             self._display.say(
                 f"{len(waiting)} of {len(states)} runs to train, {at_once} at once "
-                f"({share.why}), {share.threads} threads each"
+                f"({share.why}), {share.words} each"
             )
-            detail = f"{len(waiting)} runs, {at_once} at once, {share.threads} threads each"
+            detail = f"{len(waiting)} runs, {at_once} at once, {share.words} each"
             self._ledger.add("began", detail=detail)
         began = bool(waiting)
         try:
@@ -295,6 +292,7 @@ class _Runner:
             raise
         self._outcome.states = self._look()
         if began:
+            self._display.show(self._outcome.states, self._share.at_once)
             self._close()
         return self._outcome
 
@@ -304,7 +302,8 @@ class _Runner:
         self._ledger.add("over", detail=said)
         tracking = self._study.runs[0].spec.tracking
         status, say = self._outcome.status, self._display.say
-        tell_mlflow(self._folder, tracking, status, said, [], say)
+        where = tracking.experiment, tracking.uri
+        tell_mlflow(self._folder, where, status, said, [], say)
 
     def _in_turn(self, states: Sequence[RunState]) -> list[PlannedRun]:
         """The runs to train: seed by seed, so that what is there early can be paired."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from workbench.errors import Fault, UserError
+from workbench.errors import Fault, UserError, did_you_mean
 from workbench.foresee import recorded
 from workbench.spec.consistency import NAME
 from workbench.spec.load import (
@@ -49,8 +49,9 @@ class PrimarySpec(Section):
 class DecisionSpec(Section):
     """When one arm is called better than another, decided before any number is seen.
 
-    The interval over paired seeds, of this `confidence` for all pairs of arms together, excludes
-    zero, and the difference is not smaller than `smallest_difference` (in the metric's unit).
+    The interval of their difference over seeds, of this `confidence` for all comparisons with the
+    baseline together, excludes zero, its test agrees (adjusted by Holm's method), and the
+    difference is not smaller than `smallest_difference` (in the metric's unit).
     """
 
     confidence: Annotated[float, Field(gt=0.5, lt=1, allow_inf_nan=False)] = 0.95
@@ -58,7 +59,10 @@ class DecisionSpec(Section):
 
 
 class StudySpec(Section):
-    """What a study file asks for. `arms` are settings laid over the base, as in a run spec."""
+    """What a study file asks for. `arms` are settings laid over the base, as in a run spec.
+
+    `baseline` is the arm that every other is compared with; None: the first.
+    """
 
     name: str
     question: str = ""
@@ -66,6 +70,7 @@ class StudySpec(Section):
     arms: dict[str, dict[str, Any]]
     seeds: list[Annotated[int, Field(ge=0, lt=2**63)]]
     treatment: Annotated[list[str], Field(min_length=1)]
+    baseline: str | None = None
     primary: PrimarySpec = PrimarySpec()
     decision: DecisionSpec = DecisionSpec()
 
@@ -83,6 +88,9 @@ def _of_names(study: StudySpec) -> list[Fault]:
         for arm in study.arms
         if not NAME.fullmatch(arm)
     ]
+    if study.baseline is not None and study.baseline not in study.arms:
+        message = f"the study has no such arm.{did_you_mean(study.baseline, study.arms)}"
+        faults.append(Fault("baseline", message.rstrip("."), study.baseline, ", ".join(study.arms)))
     for arm, settings in study.arms.items():
         faults += [
             Fault(f"arms.{arm}.{key}", f"the study sets the {key} of every run", settings[key])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from workbench.errors import UserError
 from workbench.study.ledger import Ledger, exit_code_of
-from workbench.study.plan import FrozenPlan, PlannedName, deciding_leaves
+from workbench.study.plan import PATHS, FrozenPlan, PlannedName, deciding_leaves
 from workbench.study.spec import Study
 from workbench.track.journal import read_metrics
 from workbench.track.record import RunRecord
@@ -161,7 +161,9 @@ def _foreign(
     folder = study.path.resolve().parent
     wanted = deciding_leaves(study.arm_specs[planned.arm].model_dump(mode="json"), folder)
     has = deciding_leaves(record.spec, folder)
-    other = [leaf for leaf in dict.fromkeys([*wanted, *has]) if wanted.get(leaf) != has.get(leaf)]
+    # A project may be moved; what its files hold is compared by the rules, by content.
+    leaves = [leaf for leaf in dict.fromkeys([*wanted, *has]) if leaf not in PATHS]
+    other = [leaf for leaf in leaves if wanted.get(leaf) != has.get(leaf)]
     if not other:
         return None
     leaf = other[0]
@@ -182,6 +184,15 @@ def _step(folder: Path) -> int:
     except (UserError, KeyError):
         return 0
     return int(max((step or 0 for step in steps), default=0))
+
+
+def mlflow_status(states: Sequence[RunState]) -> str:
+    """How the study stands as MLflow names it: FAILED where a run failed or was not finished,
+    RUNNING where one still is."""
+    found = {state.state for state in states if not state.dropped}
+    if "running" in found:
+        return "RUNNING"
+    return "FINISHED" if found <= {"finished"} else "FAILED"
 
 
 def seconds_left(states: Sequence[RunState], at_once: int) -> float | None:

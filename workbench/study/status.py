@@ -127,7 +127,7 @@ def render(status: StudyStatus) -> str:
         lines.append(f"the study file cannot be read: {status.fault}")
     lines += ["", text_table(status.states), ""]
     if left := time_left(status.states, status.at_once):
-        lines.append(f"{left}, {status.at_once} at once on {plan.threads} threads each")
+        lines.append(f"{left}, {status.at_once} at once, threads of each: {plan.threads}")
     if any(state.is_open for state in status.states) and not status.going:
         lines.append(f"next: wb study run {plan.file}")
     lines.append(f"treatment: {', '.join(latest.document['treatment'])}")

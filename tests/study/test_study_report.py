@@ -1,0 +1,359 @@
+"""The report of a study: the answer by the rule of the plan, and all that happened on the way."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+from small_studies import ARMS, train_planned, write_study
+
+from workbench import commands
+from workbench.answers import Answer
+from workbench.errors import UserError
+from workbench.study.ledger import Ledger
+from workbench.study.outcome import StudyResult, outcome_of
+from workbench.study.plan import FrozenPlan, folder_of, read_plan, version_of, write_plan
+from workbench.study.report import compose, tidy_csv, title, write_study_report
+from workbench.study.sections import headline
+from workbench.study.spec import Study, load_study
+from workbench.study.status import study_status
+from workbench.track.comparisons import TAG, comparison_tags
+from workbench.track.record import read_record, write_record
+from workbench.track.store import Store
+from workbench.views import run_rows, run_table
+
+Made = tuple[Path, Store]
+
+
+def freeze(study: Study, store: Store) -> None:
+    """The plan as the first `wb study run` leaves it."""
+    plan = FrozenPlan(
+        id="0123456789abcdef",
+        name=study.name,
+        question=study.spec.question,
+        file=str(study.path),
+        threads=1,
+        versions=[version_of(study)],
+    )
+    write_plan(folder_of(study.name, store), plan)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of four runs that have finished."""
+    folder = tmp_path_factory.mktemp("study")
+    store = Store(folder / "mlruns")
+    study = load_study(write_study(folder, question="Dense or | routed?", primary={"step": 4}))
+    freeze(study, store)
+    train_planned(study, store)
+    ledger = Ledger(folder_of("small", store))
+    ledger.add("began", detail="4 runs, 1 at once, 1 threads each")
+    for run in study.runs:
+        record = read_record(store.runs / run.name)
+        ledger.add("ended", run.name, id=record.id, status="FINISHED", exit_code=0)
+    return folder
+
+
+@pytest.fixture
+def made(trained: Path, tmp_path: Path) -> Made:
+    """A copy of it that a test may change."""
+    shutil.copytree(trained, tmp_path / "study")
+    store = Store(tmp_path / "study" / "mlruns")
+    plan = read_plan(folder_of("small", store))
+    assert plan is not None
+    path = tmp_path / "study" / "small.study.yaml"
+    write_plan(folder_of("small", store), plan.model_copy(update={"file": str(path)}))
+    return path, store
+
+
+def result(made: Made) -> StudyResult:
+    return outcome_of(study_status("small", made[1]))
+
+
+def written(made: Made, found: StudyResult | None = None) -> Path:
+    return write_study_report(found or result(made), made[1].reports)
+
+
+def values(store: Store, arm: str) -> list[float]:
+    return [
+        read_record(store.runs / f"small-{arm}-s{seed}").results.final["held_out/nll"]
+        for seed in (1, 2)
+    ]
+
+
+def test_the_answer_is_the_t_interval_of_paired_seeds(made: Made) -> None:
+    found = result(made)
+    assert found.verdict == "comparable"
+    assert found.complete
+    routed, dense = values(made[1], "routed"), values(made[1], "dense")
+    change = [b - a for a, b in zip(routed, dense, strict=True)]
+    (decision,) = found.decisions
+    assert decision.number is not None
+    assert decision.number.difference == pytest.approx(statistics.fmean(change), rel=1e-9)
+    half = stats.t.ppf(0.975, 1) * statistics.stdev(change) / math.sqrt(2)
+    seeds = decision.number.seeds
+    assert seeds is not None
+    expected = (statistics.fmean(change) - half, statistics.fmean(change) + half)
+    assert seeds.interval == pytest.approx(expected, rel=1e-6)
+    assert decision.better is None
+    assert headline(found) == "No arm can be told from routed at this budget."
+
+
+def test_the_report_is_whole_and_says_what_a_newcomer_asks(made: Made) -> None:
+    folder = written(made)
+    assert {"report.md", "report.html", "results.json", "results.csv", "answer.png"} <= {
+        path.name for path in folder.iterdir()
+    }
+    text = (folder / "report.md").read_text()
+    first = text.index("No arm can be told from routed")
+    assert text.startswith("# small: Dense or \\| routed?")
+    for part in (
+        "verdict: comparable",
+        "treatment: model (declared)",
+        "frozen",
+        "before the first run",
+        "4 of 4 runs finished",
+        "![Difference of held_out/nll",
+        "## The arms",
+        "## The plan and what happened",
+        "Every run of the plan was trained once",
+        "## Checklist",
+        "## What differs",
+        "wb study run",
+    ):
+        assert part in text, part
+    assert first < text.index("![Difference of held_out/nll") < text.index("## The arms")
+    for run in ("small-routed-s1", "small-routed-s2", "small-dense-s1", "small-dense-s2"):
+        assert run in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert max(map(len, tables)) <= 100
+    for name in ("answer.png", "curves.png", "difference-1.png", "documents-1.png"):
+        assert f"({name})" in text
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    html = (folder / "report.html").read_text()
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "<script" not in html
+
+
+def test_the_numbers_as_data(made: Made) -> None:
+    folder = written(made)
+    rows = list(csv.DictReader(io.StringIO((folder / "results.csv").read_text())))
+    single = {
+        (row["arm"], int(row["seed"])): float(row["value"])
+        for row in rows
+        if row["metric"] == "held_out/nll" and row["quantity"] == "value"
+    }
+    assert single == {
+        (arm, seed): value
+        for arm in ARMS
+        for seed, value in zip((1, 2), values(made[1], arm), strict=True)
+    }
+    change = [r for r in rows if r["metric"] == "held_out/nll" and r["quantity"] == "difference"]
+    assert {row["interval"] for row in change} == {"seeds", "documents"}
+    document = json.loads(
+        (folder / "results.json").read_text(), parse_constant=lambda word: pytest.fail(word)
+    )
+    assert document["verdict"] == "comparable"
+    assert document["decisions"][0]["better"] is None
+    assert len(document["study"]["runs"]) == 4
+
+
+def set_record(store: Store, run: str, **changes: Any) -> None:
+    record = read_record(store.runs / run)
+    write_record(record.model_copy(update=changes), store.runs / run)
+
+
+def failed(made: Made) -> None:
+    set_record(made[1], "small-dense-s2", status="FAILED", error="TrainingStoppedError: not finite")
+
+
+def deleted(made: Made) -> None:
+    shutil.rmtree(made[1].runs / "small-dense-s2")
+
+
+def stopped(made: Made) -> None:
+    set_record(made[1], "small-dense-s2", status="KILLED", error="stopped by SIGINT")
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "said"),
+    [
+        (failed, "failed", "not finite"),
+        (deleted, "deleted", "no longer in the store"),
+        (stopped, "stopped", "stopped by SIGINT"),
+    ],
+)
+def test_a_run_that_is_missing_is_shown_and_refuses_its_arm(
+    change: Callable[[Made], None], state: str, said: str, made: Made
+) -> None:
+    change(made)
+    found = result(made)
+    assert found.verdict == "refused"
+    assert not found.complete
+    (decision,) = found.decisions
+    assert decision.refused
+    assert "planned seed 2 is left out" in decision.words
+    text = (written(made, found) / "report.md").read_text()
+    assert "INCOMPLETE" in text
+    assert "planned seed 2 is left out" in text
+    row = next(line for line in text.splitlines() if line.startswith("| dense") and state in line)
+    assert "| no" in row
+    assert said.split()[0] in row
+    assert f"{values(made[1], 'routed')[0]:.3f}" not in text  # nothing of a refused arm is shown
+    assert not (written(made, found) / "answer.png").exists()
+
+
+def test_without_any_run_of_an_arm_there_is_still_a_report(made: Made) -> None:
+    for run in made[1].runs.glob("small-dense-*"):
+        shutil.rmtree(run)
+    found = result(made)
+    assert found.verdict == "refused"
+    text = (written(made, found) / "report.md").read_text()
+    assert "dense: no run of dense has finished" in text
+    assert "This study cannot answer its question" in text
+
+
+def test_a_seed_that_was_dropped_after_the_fact_is_still_counted(made: Made) -> None:
+    path, store = made
+    write_study(path.parent, seeds=[1], primary={"step": 4})
+    plan = read_plan(folder_of("small", store))
+    assert plan is not None
+    changed = version_of(load_study(path), "seed 2 looked odd", 4)
+    write_plan(
+        folder_of("small", store), plan.model_copy(update={"versions": [plan.first, changed]})
+    )
+    found = result(made)
+    assert found.comparison is not None
+    assert [arm.seeds for arm in found.comparison.arms] == [(1, 2), (1, 2)]
+    text = (written(made, found) / "report.md").read_text()
+    assert "PLAN CHANGED" in text
+    assert "seed 2 looked odd" in text
+    assert "4 runs had finished" in text
+    deleted(made)
+    again = result(made)
+    assert again.verdict == "refused"
+    assert "planned seed 2 is left out" in again.decisions[0].words
+
+
+def test_a_study_file_changed_after_the_last_run_shows(made: Made) -> None:
+    path, _ = made
+    write_study(path.parent, primary={"step": 4}, decision={"confidence": 0.8})
+    text = (written(made) / "report.md").read_text()
+    assert "The study file was changed after the last run" in text
+    assert "decision.confidence: 0.95 -&gt; 0.8" in text
+
+
+def test_what_happened_on_the_way_stands_in_the_report(made: Made) -> None:
+    ledger = Ledger(folder_of("small", made[1]))
+    ledger.add("interrupted", detail="by SIGINT")
+    ledger.add("ended", "small-dense-s1", id="x", status="KILLED", exit_code=130, detail="SIGINT")
+    ledger.add("missed", "small-dense-s2", detail="it had finished")
+    (made[1].runs / "small-routed-s1").rename(made[1].runs / "lucky")
+    text = (written(made) / "report.md").read_text()
+    assert "the study was interrupted by SIGINT" in text
+    assert "small-dense-s1 ended as KILLED: SIGINT" in text
+    assert "small-dense-s2 was not in the store: it had finished" in text
+    assert "its folder is now lucky" in text
+    assert "was trained once" not in text
+
+
+def test_the_list_of_runs_shows_the_study(made: Made) -> None:
+    rows = run_rows(made[1])
+    assert {(row["study"], row["arm"]) for row in rows} == {("small", "dense"), ("small", "routed")}
+    assert "small: dense" in run_table(rows)
+    assert "study" not in run_table([row | {"study": None} for row in rows])
+
+
+@pytest.mark.slow
+def test_a_winner_is_named_by_the_rule_of_the_plan(tmp_path: Path) -> None:
+    store = Store(tmp_path / "mlruns")
+    model = ARMS["dense"]["model"]
+    arms = {
+        "slow": {"model": model, "optimizer": {"lr": 1e-5}},
+        "fast": {"model": model, "optimizer": {"lr": 3e-3}},
+    }
+    path = write_study(tmp_path, treatment=["optimizer.lr"], arms=arms, seeds=[1, 2, 3])
+    study = load_study(path)
+    freeze(study, store)
+    train_planned(study, store)
+    found = outcome_of(study_status("small", store))
+    assert found.decisions[0].better == "fast"
+    assert headline(found) == "fast is better than slow."
+
+    plan = read_plan(folder_of("small", store))
+    assert plan is not None
+    write_study(tmp_path, treatment=["optimizer.lr"], arms=arms, seeds=[1, 2, 3], baseline="fast")
+    turned = version_of(load_study(path), "the other way round")
+    write_plan(folder_of("small", store), plan.model_copy(update={"versions": [turned]}))
+    found = outcome_of(study_status("small", store))
+    assert found.arms == ("fast", "slow")
+    assert found.decisions[0].better == "fast"
+
+    rule = {"confidence": 0.95, "smallest_difference": 5.0}
+    write_study(tmp_path, treatment=["optimizer.lr"], arms=arms, seeds=[1, 2, 3], decision=rule)
+    small = version_of(load_study(path), "only large ones count")
+    write_plan(folder_of("small", store), plan.model_copy(update={"versions": [small]}))
+    found = outcome_of(study_status("small", store))
+    assert found.decisions[0].better is None
+    assert "by less than the plan counts" in found.decisions[0].words
+
+
+def test_only_a_report_of_the_same_study_is_replaced(made: Made) -> None:
+    folder = written(made)
+    before = (folder / "results.json").read_text()
+    assert written(made) == folder
+    assert json.loads((folder / "results.json").read_text()) == json.loads(before)
+    (folder / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="this is not an earlier report of the same study"):
+        written(made)
+    assert not list(made[1].reports.glob(".report-*"))
+
+
+def test_text_of_the_study_cannot_become_markup(made: Made) -> None:
+    path, store = made
+    plan = read_plan(folder_of("small", store))
+    assert plan is not None
+    bad = "<script>alert(1)</script> | **x** =cmd()"
+    write_plan(folder_of("small", store), plan.model_copy(update={"question": bad}))
+    folder = written(made)
+    assert "<script>" not in (folder / "report.html").read_text()
+    assert "<script>" not in (folder / "report.md").read_text()
+    assert bad in title(result(made))
+    assert path.exists()
+
+
+def test_the_command_writes_the_report(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WB_HOME", str(made[1].home))
+    monkeypatch.setenv("WB_MLFLOW_WAIT", "0")
+    answer = commands.call(["study", "report", "small"])
+    assert isinstance(answer, Answer)
+    assert answer.exit_code == 0
+    assert "COMPARABLE: No arm can be told from routed" in str(answer.content)
+    folder = next(made[1].reports.glob("small--study--*"))
+    for run in made[1].runs.iterdir():
+        assert "study small" in comparison_tags(run)[f"{TAG}.{folder.name}"]
+    failed(made)
+    answer = commands.call(["study", "report", str(made[0]), "--json"])
+    assert isinstance(answer, Answer)
+    assert answer.exit_code == 3
+    document: Any = answer.content
+    assert document["verdict"] == "refused"
+    assert Path(document["report"]).is_dir()
+
+
+def test_the_table_of_a_refused_study_is_its_head_alone(made: Made) -> None:
+    failed(made)
+    found = result(made)
+    rows = list(csv.DictReader(io.StringIO(tidy_csv(found))))
+    assert all(row["value"] == "" for row in rows)
+    assert compose(found, {})

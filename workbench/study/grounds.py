@@ -1,0 +1,236 @@
+"""What a study's report rests on: what happened, the checklist, what differs, who the runs are."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from workbench.compare.document import (
+    Badge,
+    Block,
+    Cell,
+    Commands,
+    Fold,
+    Strong,
+    Words,
+    bullets,
+    paragraph,
+    table,
+)
+from workbench.compare.words import show, why
+from workbench.spec.checklist import CLAIMS, RULES, tag_of
+from workbench.study.outcome import StudyResult
+from workbench.study.plan import plan_differences
+from workbench.study.sections import listed
+from workbench.study.table import state_rows
+from workbench.track.record import RunRecord
+
+
+def history(outcome: StudyResult) -> list[Block]:
+    """Every planned run with its state, and all that happened: nothing is dropped."""
+    status = outcome.status
+    rows: list[list[Cell]] = []
+    for state, row in zip(status.states, state_rows(status.states), strict=True):
+        counted = "yes" if state in outcome.compared else "no"
+        rows.append([*row[:5], counted, row[5]])
+    head = ["arm", "seed", "state", "step", "trained", "compared", "note"]
+    blocks: list[Block] = [table(head, rows)]
+    lines: list[Words | str] = []
+    versions = status.plan.versions
+    for before, after in pairwise(versions):
+        lines.append(
+            (
+                Strong(f"The plan was changed on {after.when}"),
+                f", when {after.finished_runs} runs had finished: {after.reason}. "
+                + "; ".join(plan_differences(before.document, after.document)),
+            )
+        )
+    if status.changes:
+        said = "; ".join(status.changes)
+        lines.append((Strong("The study file was changed after the last run"), f": {said}"))
+    lines += _incidents(outcome)
+    if lines:
+        blocks.append(bullets(lines))
+    else:
+        blocks.append(
+            paragraph(
+                "Every run of the plan was trained once, from start to end; the plan was not"
+                " changed."
+            )
+        )
+    events = [
+        [event.when, event.run or "", event.kind, event.status or "", event.detail]
+        for event in status.ledger.events
+    ]
+    every = table(["when", "run", "event", "status", "detail"], events)
+    blocks.append(Fold(f"All {len(events)} events", (every,)))
+    return blocks
+
+
+def _incidents(outcome: StudyResult) -> list[Words | str]:
+    """What did not go as planned: interruptions, failures, runs that moved or were lost."""
+    lines: list[Words | str] = []
+    for event in outcome.status.ledger.events:
+        if event.kind == "interrupted":
+            lines.append(
+                f"{event.when}: the study was interrupted {event.detail} and went on later."
+            )
+        elif event.kind == "missed":
+            lines.append(f"{event.when}: {event.run} was not in the store: {event.detail}.")
+        elif event.kind == "renamed":
+            lines.append(
+                f"{event.when}: the folder of {event.run} has another name, {event.detail}."
+            )
+        elif event.kind == "ended" and event.status in ("FAILED", "KILLED"):
+            said = event.detail or f"exit code {event.exit_code}"
+            lines.append(f"{event.when}: {event.run} ended as {event.status}: {said}.")
+        elif event.kind == "ended" and event.exit_code:
+            lines.append(f"{event.when}: {event.run} did not begin: {event.detail}.")
+    for state in outcome.status.states:
+        record = state.entry.record if state.entry else None
+        if record and record.resumes and state.state == "finished":
+            steps = ", ".join(f"{one.step:,}" for one in record.resumes)
+            lines.append(f"{state.run} went on from step {steps}, to the bits of an unbroken run.")
+    return lines
+
+
+def checklist(outcome: StudyResult) -> list[Block]:
+    """Every rule by arm: its outcome against the baseline; then what differs and why."""
+    comparison = outcome.comparison
+    if comparison is None:
+        return [paragraph("Nothing was compared.")]
+    head = ["rule", "N B T M", *(pair.b.name for pair in comparison.pairs)]
+    rows: list[list[Cell]] = []
+    for name, rule in RULES.items():
+        effects = " ".join((rule.effects.get(claim) or "-")[0] for claim in CLAIMS)
+        cells: list[Cell] = []
+        for pair in comparison.pairs:
+            ruling = pair.judgement.ruling(name)
+            worst = ruling.over(CLAIMS)
+            cells.append(ruling.outcome if worst == "comparable" else Badge(ruling.outcome, worst))
+        rows.append([name, effects, *cells])
+    said: dict[str, list[str]] = {}
+    for pair in comparison.pairs:
+        for ruling in pair.judgement.rules:
+            if any(ruling.effects.values()):
+                said.setdefault(f"{ruling.rule}: {why(ruling)}", []).append(pair.b.name)
+    legend = (
+        f"Each arm against {outcome.baseline}. N, B, T, M: what a difference does to nll, bpb,"
+        " throughput, memory (r refuses, f flags)."
+    )
+    blocks: list[Block] = [table(head, rows), paragraph(legend)]
+    if said:
+        blocks.append(bullets(f"{', '.join(who)}: {text}." for text, who in said.items()))
+    return blocks
+
+
+def differences(outcome: StudyResult) -> list[Block]:
+    """The settings that are not the same in every arm; the equal ones on demand."""
+    document = outcome.status.plan.latest.document["arms"]
+    names = [arm for arm in outcome.arms if arm in document]
+    leaves = dict.fromkeys(leaf for arm in names for leaf in document[arm])
+    different: list[list[Cell]] = []
+    equal: list[list[Cell]] = []
+    for leaf in leaves:
+        values = [document[arm].get(leaf) for arm in names]
+        if all(value == values[0] for value in values):
+            equal.append([leaf, show(values[0])])
+        else:
+            different.append([leaf.removeprefix("model."), *map(show, values)])
+    guards = {str(tag_of(leaf).rule) for leaf in leaves if _differs(document, names, leaf)}
+    blocks: list[Block] = []
+    if different:
+        blocks.append(table(["setting", *names], different))
+        where = ", ".join(sorted(guards))
+        blocks.append(
+            paragraph(f"Settings of model where no section is named; guarded by the rule {where}.")
+        )
+    blocks.append(Fold(f"{len(equal)} settings are equal", (table(["setting", "all"], equal),)))
+    return blocks
+
+
+def provenance(outcome: StudyResult) -> list[Block]:
+    """Who the runs are: code, hardware, libraries, and where to find them."""
+    records = [
+        (state, state.entry.record)
+        for state in outcome.status.states
+        if state.entry is not None and state.entry.record is not None
+    ]
+    shared: dict[str, dict[str, None]] = {}
+    for _, record in records:
+        for key, value in _facts_of(record).items():
+            shared.setdefault(key, {})[value] = None
+    same = [[key, next(iter(values))] for key, values in shared.items() if len(values) == 1]
+    blocks: list[Block] = [table(["of all runs", ""], same)] if same else []
+    parted = [key for key, values in shared.items() if len(values) > 1]
+    for key in parted:
+        blocks.append(
+            paragraph(
+                Strong(f"{key} is not the same in all runs"), f": {listed(list(shared[key]))}"
+            )
+        )
+    rows = [
+        [
+            record.name,
+            record.id[:8],
+            state.state,
+            record.started.replace("T", " ")[:16],
+            record.spec_sha256[:8],
+            str(record.mlflow.get("run_id", "-"))[:8],
+        ]
+        for state, record in records
+    ]
+    blocks.append(table(["run", "id", "state", "started", "spec", "MLflow run"], rows))
+    return blocks
+
+
+def reproduce(outcome: StudyResult) -> list[Block]:
+    """The commands from install to this report."""
+    status = outcome.status
+    commits = {
+        str(state.entry.record.effective.code.git_commit)
+        for state in status.states
+        if state.entry and state.entry.record
+    } - {"None"}
+    lines = [f"git checkout {commits.pop()}"] if len(commits) == 1 else []
+    lines += [
+        "python3 -m venv .venv && . .venv/bin/activate",
+        "pip install -c constraints.txt -e '.[sample]'",
+    ]
+    file = shlex.quote(_file(status.plan.file))
+    lines += [f"wb study check {file}", f"wb study run {file}", f"wb study report {file}"]
+    return [Commands(tuple(lines))]
+
+
+def _file(path: str) -> str:
+    """A study file as one names it from the folder of the project."""
+    _, found, tail = path.rpartition("/experiments/")
+    return f"experiments/{tail}" if found else path
+
+
+def _facts_of(record: RunRecord) -> dict[str, str]:
+    code, hardware = record.effective.code, record.effective.hardware
+    dirty = {True: " (dirty)", False: "", None: " (state unknown)"}[code.git_dirty]
+    versions = record.provenance.get("versions")
+    facts: dict[str, Any] = {
+        "commit": f"{code.git_commit}{dirty}" if code.git_commit else "-",
+        "sources": code.package_sha256,
+        "version": code.version,
+        "device": hardware.device_name,
+        "threads": hardware.threads,
+        "precision": record.effective.precision.compute_dtype,
+        "training text": record.effective.data.train_sha256,
+        "tokenizer": record.effective.tokenizer.sha256,
+        "torch": hardware.torch,
+        "python": record.provenance.get("python"),
+    }
+    if isinstance(versions, dict):
+        facts |= {name: version for name, version in versions.items() if name not in facts}
+    return {key: show(value) for key, value in facts.items()}
+
+
+def _differs(document: dict[str, Any], names: Sequence[str], leaf: str) -> bool:
+    values = [document[arm].get(leaf) for arm in names]
+    return any(value != values[0] for value in values)

@@ -1,0 +1,236 @@
+"""The report of a study: what was planned, what came of it, and all that happened on the way."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from workbench.compare import markdown, page
+from workbench.compare.document import (
+    Badge,
+    Block,
+    Code,
+    Facts,
+    Figures,
+    Heading,
+    Words,
+)
+from workbench.compare.tidy import COLUMNS
+from workbench.errors import StoreError, UserError
+from workbench.spec.checklist import CLAIMS, RULESET_VERSION
+from workbench.study import grounds, sections
+from workbench.study.figures import draw
+from workbench.study.outcome import StudyResult
+from workbench.study.run import summary
+from workbench.track.record import strict
+
+MARKDOWN, PAGE, DATA, TABLE = "report.md", "report.html", "results.json", "results.csv"
+
+
+def write_study_report(outcome: StudyResult, reports: Path) -> Path:
+    """Writes the report folder whole or not at all; returns it.
+
+    It takes the place of an earlier report of the same study only.
+
+    Raises:
+        UserError: something else stands in its place.
+        StoreError: it cannot be written.
+    """
+    plan = outcome.status.plan
+    folder = reports / f"{plan.name}--study--{plan.id[:8]}"
+    try:
+        reports.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=reports, prefix=".report-") as temporary:
+            new = Path(temporary, "new")
+            new.mkdir()
+            blocks = compose(outcome, draw(outcome, new))
+            texts = {
+                MARKDOWN: markdown.render(blocks),
+                PAGE: page.render(blocks, title(outcome), new),
+                DATA: json.dumps(data(outcome), indent=1, allow_nan=False) + "\n",
+                TABLE: tidy_csv(outcome),
+            }
+            for name, text in texts.items():
+                (new / name).write_text(text, encoding="utf-8")
+            if folder.exists():
+                _require_own(folder, plan.id)
+                folder.rename(Path(temporary, "old"))
+            new.rename(folder)
+    except OSError as error:
+        raise StoreError.at(str(folder), f"the report cannot be written: {error}") from None
+    return folder
+
+
+def title(outcome: StudyResult) -> str:
+    """The study's name, what it asks, and whether it can answer."""
+    plan = outcome.status.plan
+    asked = f": {plan.question}" if plan.question else ""
+    unfinished = "" if outcome.complete else " (INCOMPLETE)"
+    return f"{plan.name}{unfinished}{asked}"
+
+
+def compose(
+    outcome: StudyResult, figures: dict[str, Figures], *, today: datetime | None = None
+) -> list[Block]:
+    """The report as blocks, in the order in which it is read.
+
+    Args:
+        figures: those that were drawn, by their places; see `figures.draw`.
+    """
+    today = today or datetime.now(UTC)
+    blocks: list[Block] = [
+        Heading(title(outcome), 1),
+        Facts(tuple(_title_block(outcome, today))),
+        *sections.answer(outcome),
+        *([figures["answer"]] if "answer" in figures else []),
+    ]
+    for heading, section in (
+        ("The arms", sections.arms(outcome)),
+        ("Numbers", sections.numbers(outcome)),
+    ):
+        blocks += [Heading(heading), *section] if section else []
+    for heading, place in (
+        ("Over training", "curves"),
+        ("By document", "documents"),
+        ("Throughput and memory", "cost"),
+        ("Routes to the experts", "routes"),
+    ):
+        blocks += [Heading(heading), figures[place]] if place in figures else []
+    for heading, section in (
+        ("The plan and what happened", grounds.history(outcome)),
+        ("Checklist", grounds.checklist(outcome)),
+        ("What differs", grounds.differences(outcome)),
+        ("Runs", grounds.provenance(outcome)),
+        ("Reproduce", grounds.reproduce(outcome)),
+    ):
+        blocks += [Heading(heading), *section]
+    return blocks
+
+
+def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words]]:
+    status = outcome.status
+    plan, document = status.plan, status.plan.latest.document
+    decision, comparison = document["decision"], outcome.comparison
+    at = "no common point" if comparison is None else f"{comparison.at:,} tokens"
+    others = len(outcome.arms) - 1
+    rule = (
+        f"{decision['confidence'] * 100:g} % intervals over seeds for {others} comparisons together"
+    )
+    if decision["smallest_difference"]:
+        rule += f"; differences below {decision['smallest_difference']:g} are not counted"
+    rows: list[tuple[str, Words]] = [
+        ("verdict", (Badge(outcome.verdict, outcome.verdict), *_claims(outcome))),
+        ("treatment", (f"{', '.join(document['treatment'])} (declared)",)),
+        ("arms", (f"{len(outcome.arms)}, each against ", Code(outcome.baseline))),
+        ("seeds", (", ".join(map(str, plan.seeds)),)),
+        ("decided by", (Code(outcome.metric), f" at {at}, {rule}")),
+        ("runs", (summary(status.states),)),
+        (
+            "plan",
+            (f"frozen {plan.first.when}, before the first run; sha256 {plan.first.sha256[:16]}",),
+        ),
+    ]
+    for version in plan.versions[1:]:
+        said = f"{version.when}, {version.finished_runs} runs being finished: {version.reason}"
+        rows.append(("PLAN CHANGED", (said,)))
+    if status.changes:
+        rows.append(("plan", ("the study file has been changed since; see below",)))
+    rows.append(("overrides", ("none",)))
+    rows.append(("ruleset", (f"{RULESET_VERSION}, {today:%Y-%m-%d}",)))
+    return rows
+
+
+def _claims(outcome: StudyResult) -> Words:
+    """The verdict of every claim, the worst over all arms."""
+    if outcome.comparison is None:
+        return ()
+    found = outcome.comparison.claims
+    return (" (" + " · ".join(f"{claim} {found[claim]}" for claim in CLAIMS) + ")",)
+
+
+def data(outcome: StudyResult) -> Any:
+    """The report as data; strict JSON."""
+    comparison = outcome.comparison
+    document = {
+        "study": outcome.status.to_json(),
+        "plan": outcome.status.plan.model_dump(mode="json"),
+        "verdict": outcome.verdict,
+        "complete": outcome.complete,
+        "baseline": outcome.baseline,
+        "metric": outcome.metric,
+        "decisions": [
+            {"arm": one.arm, "better": one.better, "refused": one.refused, "words": one.words}
+            for one in outcome.decisions
+        ],
+        "comparison": comparison.to_json() if comparison else None,
+        "events": [event.model_dump(mode="json") for event in outcome.status.ledger.events],
+    }
+    return strict(document)
+
+
+_COLUMNS = (*COLUMNS, "p_adjusted")
+
+
+def tidy_csv(outcome: StudyResult) -> str:
+    """One row for each number of each run, and for each difference with its interval."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, _COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    comparison = outcome.comparison
+    if comparison is None:
+        return out.getvalue()
+    written: set[tuple[str, str]] = set()
+    for pair in comparison.pairs:
+        numbers = pair.results.numbers if pair.results else {}
+        for metric, number in numbers.items():
+            base: dict[str, Any] = {"claim": number.claim, "metric": metric}
+            base |= {"tokens": comparison.at, "unit": number.unit}
+            for arm, values in ((pair.a, number.a), (pair.b, number.b)):
+                if (metric, arm.name) in written or number.blank:
+                    continue
+                written.add((metric, arm.name))
+                for side, seed, value in zip(arm.runs, arm.seeds, values, strict=False):
+                    row = {**base, "quantity": "value", "arm": arm.name, "run": side.name}
+                    writer.writerow(_cells({**row, "seed": seed, "value": value}))
+            change: dict[str, Any] = {
+                **base,
+                "quantity": "difference",
+                "arm": f"{pair.b.name} - {pair.a.name}",
+            }
+            change |= {"value": number.difference, "note": number.blank or number.no_seeds or ""}
+            if number.seeds is not None and not number.blank:
+                low, high = number.seeds.interval
+                change |= {"low": low, "high": high, "level": number.seeds.level}
+                change |= {"interval": "seeds", "n": number.seeds.n[0]}
+                change["p_adjusted"] = number.p_adjusted
+            writer.writerow(_cells(change))
+            if number.documents is not None and not number.blank:
+                low, high = number.documents.interval
+                change |= {"low": low, "high": high, "level": number.level, "p_adjusted": None}
+                change |= {"interval": "documents", "n": number.documents.n}
+                writer.writerow(_cells(change))
+    return out.getvalue()
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Values as strict JSON has them; text that a spreadsheet would take for a formula, quoted."""
+    cells = {}
+    for key, value in row.items():
+        formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
+        cells[key] = "" if value is None else f"'{value}" if formula else strict(value)
+    return cells
+
+
+def _require_own(folder: Path, plan_id: str) -> None:
+    try:
+        found = json.loads((folder / DATA).read_text(encoding="utf-8"))["plan"]["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = None
+    if found != plan_id:
+        message = "this is not an earlier report of the same study, so it is left alone"
+        raise UserError.at(str(folder), message, None, "move it away")
