@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workbench.answers import Answer, AsJson, Debug, readable, say
+from workbench.compare_command import (
+    Allow,
+    Claims,
+    Strict,
+    Treatment,
+    compare,
+    in_colour,
+    parse_allow,
+)
 from workbench.data_commands import app as data_app
 from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
@@ -38,22 +47,6 @@ app = typer.Typer(
 )
 app.add_typer(data_app)
 app.add_typer(study_app)
-
-Treatment = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="What you mean to study: a field or section of the spec, or rule:NAME. Repeatable."
-    ),
-]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(metavar="RULE=REASON", help="Turn one refusal into a flag. Repeatable."),
-]
-Claims = Annotated[
-    list[str] | None,
-    typer.Option("--claim", help="nll (default), bpb, throughput, memory. Repeatable."),
-]
-Strict = Annotated[bool, typer.Option(help="Exit 1 when the verdict is flagged.")]
 
 
 @app.command()
@@ -139,54 +132,10 @@ def check(
     exit_code = found.exit_code(strict)
     if as_json:
         return Answer(found.to_json(), exit_code)
-    return Answer(render_check(found, color=_in_colour()), exit_code)
+    return Answer(render_check(found, color=in_colour()), exit_code)
 
 
-@app.command()
-def compare(
-    a: Annotated[str, typer.Argument(help="A run: name, id, or unique prefix.")],
-    b: Annotated[str, typer.Argument(help="Another run.")],
-    treatment: Treatment = None,
-    allow: Allow = None,
-    claim: Claims = None,
-    at: Annotated[
-        int | None, typer.Option(help="Compare at this token count; default: the last common.")
-    ] = None,
-    strict: Strict = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> Answer:
-    """Say whether two runs may be compared, and if so, how they differ."""
-    from workbench.compare import compare_runs, render_terminal, write_report
-    from workbench.publish import publish
-    from workbench.track.store import Store
-
-    store = Store()
-    entries = [readable(store.find_run(text)) for text in (a, b)]
-    statuses = [entry.status or "RUNNING" for entry in entries]
-    comparison = compare_runs(
-        entries[0].folder,
-        entries[1].folder,
-        treatment=treatment or [],
-        allow=parse_allow(allow),
-        claims=claim or [],
-        at=at,
-        statuses=(statuses[0], statuses[1]),
-    )
-    comparison = write_report(comparison, store.reports)
-    assert comparison.report is not None
-    document = comparison.to_json()
-    # Before MLflow is told, which takes seconds.
-    if as_json:
-        write_document(document)
-    else:
-        write_line(render_terminal(comparison, color=_in_colour()))
-    folders = [entry.folder for entry in entries]
-    allowed = comparison.judgement.allow
-    publish(document, allowed, comparison.names, folders, comparison.report, say)
-    return Answer(None, comparison.exit_code(strict))
-
-
+app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(verify)
 app.command()(explain)
@@ -329,22 +278,6 @@ def _program() -> str:
     return called if Path(called).name == "wb" else f"{sys.executable} -m workbench"
 
 
-def parse_allow(pairs: list[str] | None) -> dict[str, str]:
-    """`RULE=reason` options as a mapping.
-
-    Raises:
-        UserError: one has no reason.
-    """
-    allowed = {}
-    for pair in pairs or []:
-        rule, _, reason = pair.partition("=")
-        if not rule or not reason.strip():
-            message = "an override needs a reason, which will stand in the report"
-            raise UserError.at("--allow", message, pair, "RULE=reason")
-        allowed[rule] = reason.strip()
-    return allowed
-
-
 def call(arguments: Sequence[str]) -> Answer | int:
     """Runs the command that the arguments name; returns its answer, or a bare exit code.
 
@@ -357,11 +290,20 @@ def call(arguments: Sequence[str]) -> Answer | int:
     # Not by `app(...)`, which makes exit codes of its own out of an interrupt and a broken pipe.
     command = typer.main.get_command(app)
     try:
-        with command.make_context("wb", with_resume_source(arguments)) as context:
+        with command.make_context("wb", _rewritten(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as end:
         return end.exit_code
     return result if isinstance(result, Answer | int) else 0
+
+
+def _rewritten(arguments: Sequence[str]) -> list[str]:
+    """The arguments as click can read them: options with a value left out, or with several."""
+    from workbench.arms_command import with_several
+
+    if list(arguments[:1]) == ["compare"]:
+        return with_several(arguments)
+    return with_resume_source(arguments)
 
 
 OWN_RUN = "-"  # what `--resume` alone stands for; no run can be called so
@@ -399,7 +341,3 @@ def _dry_run(spec: RunSpec, as_json: bool) -> Answer:
 
     counted = plan(spec, Store())
     return Answer(counted if as_json else render_plan(counted))
-
-
-def _in_colour() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()

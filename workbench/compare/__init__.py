@@ -9,6 +9,8 @@ comparison.results.numbers["held_out/nll"].difference
 `compare_arms({"mha": [...], "gqa": [...]})` does the same of arms of several seeds.
 """
 
+from workbench.compare.arm_report import write_arms_report
+from workbench.compare.arm_terminal import render_arms
 from workbench.compare.arms import ArmsComparison, compare_arms
 from workbench.compare.check import Check, PlannedRun, check, check_specs
 from workbench.compare.facts import facts_of_record, facts_of_spec
@@ -31,7 +33,9 @@ __all__ = [
     "facts_of_record",
     "facts_of_spec",
     "judge",
+    "render_arms",
     "render_check",
     "render_terminal",
+    "write_arms_report",
     "write_report",
 ]

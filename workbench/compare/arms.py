@@ -177,6 +177,7 @@ class ArmsComparison:
         if len(pairs) == 1:
             return pairs[0] | about
         whole = {"verdict": self.verdict, "claims": self.claims, "asked": list(self.asked)}
+        whole |= {key: pairs[0][key] for key in ("treatment", "ruleset")}
         return whole | about | {"pairs": pairs}
 
 
@@ -253,8 +254,10 @@ def compare_arms(
             if any(is_smoke_test(side.record.spec) for side in (*base.runs, *other.runs)):
                 blanked |= dict.fromkeys(("nll", "bpb"), SMOKE_TEST)  # whatever is allowed
             results = arm_results(base.data, other.data, tokens, blanked, sets.design, adjusted)
-        shown = judged[0][0].facts, judged[1][0].facts
-        pairs.append(ArmPair(base, other, judgement, sets, asked, shown, results, primary))
+        shown = tuple({**one[0].facts, "seed": _seeds_shown(one)} for one in judged)
+        pairs.append(
+            ArmPair(base, other, judgement, sets, asked, (shown[0], shown[1]), results, primary)
+        )
     arms_in_order = tuple(built.values())
     return ArmsComparison(
         arms_in_order, base, _decided(pairs), asked, tokens, at is not None, level, primary
@@ -344,6 +347,11 @@ def _facts(
         unknown[id(side)] = not_finite(data[id(side)], tokens) if tokens else {}
     known = dict.fromkeys((leaf for leaves in unknown.values() for leaf in leaves), True)
     return {key: {**found, **known, **unknown[key]} for key, found in facts.items()}
+
+
+def _seeds_shown(runs: Sequence[Judged]) -> Any:
+    seeds = [run.facts.get("seed") for run in runs]
+    return seeds[0] if len(seeds) == 1 else seeds
 
 
 def _decided(pairs: Sequence[ArmPair]) -> tuple[ArmPair, ...]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import re
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +24,10 @@ from workbench.compare.document import (
 from workbench.compare.figures import draw
 from workbench.compare.held_out import held_out_section
 from workbench.compare.pair import Comparison
+from workbench.compare.report_folder import DATA, MARKDOWN, PAGE, TABLE, put_report, safe
 from workbench.compare.sentences import headline, statement, title, verdicts
 from workbench.compare.words import why
-from workbench.errors import StoreError, UserError
 from workbench.track.record import strict
-
-MARKDOWN, PAGE = "report.md", "report.html"
-DATA, TABLE = "results.json", "results.csv"
 
 
 def write_report(comparison: Comparison, reports: Path) -> Comparison:
@@ -48,25 +40,20 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
         UserError: something else stands in its place.
         StoreError: it cannot be written.
     """
-    first, second = (_safe(name) for name in comparison.names)
+    first, second = (safe(name) for name in comparison.names)
     folder = reports / f"{first}--{second}--{comparison.key[:8]}"
     comparison = replace(comparison, report=folder)
-    try:
-        reports.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=reports, prefix=".report-") as temporary:
-            new = Path(temporary, "new")
-            new.mkdir()
-            blocks = compose(comparison, draw(comparison, new))
-            html = page.render(blocks, title(comparison), new)
-            texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: _data(comparison)}
-            texts[TABLE] = tidy.tidy_csv(comparison)
-            for name, text in texts.items():
-                # Half of a surrogate pair is no text: it is written as its number.
-                (new / name).write_bytes(text.encode("utf-8", "backslashreplace"))
-            with _alone_in(reports):
-                _replace(folder, new, Path(temporary, "old"), comparison.key)
-    except OSError as error:
-        raise StoreError.at(str(folder), f"the report cannot be written: {error}") from None
+
+    def make(new: Path) -> None:
+        blocks = compose(comparison, draw(comparison, new))
+        html = page.render(blocks, title(comparison), new)
+        texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: _data(comparison)}
+        texts[TABLE] = tidy.tidy_csv(comparison)
+        for name, text in texts.items():
+            # Half of a surrogate pair is no text: it is written as its number.
+            (new / name).write_bytes(text.encode("utf-8", "backslashreplace"))
+
+    put_report(folder, comparison.key, make)
     return comparison
 
 
@@ -158,44 +145,3 @@ def _data(comparison: Comparison) -> str:
     document |= {"series": tidy.series_json(comparison.results)}
     document |= {"details": tidy.details_json(comparison.results)}
     return json.dumps(strict(document), indent=1, allow_nan=False) + "\n"
-
-
-def _key_of(folder: Path) -> str | None:
-    try:
-        document = json.loads((folder / DATA).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return document.get("key") if isinstance(document, dict) else None
-
-
-def _replace(folder: Path, new: Path, old: Path, key: str) -> None:
-    """Puts the new folder in place of one with the same key; that comes back if this fails."""
-    if not folder.exists():
-        new.rename(folder)
-        return
-    if _key_of(folder) != key:
-        message = "this is not an earlier report of the same comparison, so it is left alone"
-        raise UserError.at(str(folder), message, None, "move it away")
-    folder.rename(old)
-    try:
-        new.rename(folder)
-    except OSError:
-        old.rename(folder)
-        raise
-
-
-@contextmanager
-def _alone_in(reports: Path) -> Iterator[None]:
-    """Holds a lock on the folder of reports, where its file system has locks."""
-    handle = os.open(reports, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _safe(name: str) -> str:
-    """A name as part of a folder's name: no separators, no leading dot, of bounded length."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip("._-")[:100] or "run"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from workbench.compare.commands import matched_name, matched_run, options, run_words
 from workbench.compare.document import (
@@ -25,7 +25,7 @@ from workbench.compare.facts import Facts, same, spec_leaves, value_of
 from workbench.compare.figures import score_of, series_of
 from workbench.compare.numbers import decimals, write, write_interval, written
 from workbench.compare.pair import Comparison, Side
-from workbench.compare.rules import Leaf, Ruling
+from workbench.compare.rules import Judgement, Leaf, Ruling
 from workbench.compare.words import remedy, show, show_pair, why
 from workbench.spec.checklist import CLAIMS, RULES, tag_of
 
@@ -48,6 +48,22 @@ _SHOWN = {
     "interval": "effective.interval.last_step",
     "code": "effective.code.package_sha256",
 }
+
+
+class Compared(Protocol):
+    """Two runs, or two arms, as the checklist shows them."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the two are called."""
+
+    @property
+    def judgement(self) -> Judgement:
+        """What the judge made of them."""
+
+    @property
+    def facts(self) -> tuple[Facts, Facts]:
+        """What is known of each."""
 
 
 def numbers(comparison: Comparison) -> list[Block]:
@@ -105,7 +121,7 @@ def evaluations(comparison: Comparison) -> list[Block]:
     return [Fold(summary, tuple(inside))]
 
 
-def checklist(comparison: Comparison) -> list[Block]:
+def checklist(comparison: Compared) -> list[Block]:
     """Every rule with its outcome and two values; then every value that does not match."""
     rows: list[list[Cell]] = []
     for ruling in comparison.judgement.rules:
@@ -138,7 +154,7 @@ def checklist(comparison: Comparison) -> list[Block]:
     return parts
 
 
-def spec_difference(comparison: Comparison) -> list[Block]:
+def spec_difference(comparison: Compared) -> list[Block]:
     """The settings that differ, the treatment marked; the equal ones folded."""
     judged = {leaf.path: leaf for rule in comparison.judgement.rules for leaf in rule.leaves}
     a, b = comparison.facts
@@ -151,7 +167,7 @@ def spec_difference(comparison: Comparison) -> list[Block]:
             equal.append([path, show(first)])
         else:
             pair = _pair(first, second, 24)
-            different.append([path, *pair, _guard(path, judged.get(path), comparison)])
+            different.append([path, *pair, _guard(path, judged.get(path))])
     parts: list[Block] = [paragraph("No setting differs.")]
     if different:
         parts = [table(["setting", "A", "B", "judged by"], different)]
@@ -163,7 +179,7 @@ def runs(comparison: Comparison) -> list[Block]:
     """Who the two runs are: facts that are shown and not judged among them."""
     first, second = comparison.a, comparison.b
     described = [
-        _description(side, facts)
+        description(side, facts)
         for side, facts in zip((first, second), comparison.facts, strict=True)
     ]
     keys = dict.fromkeys(key for one in described for key in one)
@@ -194,7 +210,7 @@ def reproduce(comparison: Comparison) -> list[Block]:
     return parts
 
 
-def remedies(comparison: Comparison) -> dict[str, str]:
+def remedies(comparison: Compared) -> dict[str, str]:
     """Rule -> what would make it match, for the rules that have an effect."""
     found = {
         ruling.rule: remedy(ruling, comparison.judgement, comparison.names)
@@ -223,7 +239,7 @@ def _compare_command(comparison: Comparison, second: str, *, with_allow: bool) -
     return " ".join(["wb compare", _quote(comparison.a.record.name), _quote(second), *words])
 
 
-def _sentences(comparison: Comparison) -> list[Words]:
+def _sentences(comparison: Compared) -> list[Words]:
     said = remedies(comparison)
     lines: list[Words] = []
     for ruling in comparison.judgement.rules:
@@ -263,7 +279,7 @@ def _guards(ruling: Ruling) -> str:
     return " ".join(letters)
 
 
-def _guard(path: str, leaf: Leaf | None, comparison: Comparison) -> str:
+def _guard(path: str, leaf: Leaf | None) -> str:
     tag = tag_of(path)
     if tag.kind == "free":
         return "never compared"
@@ -274,7 +290,8 @@ def _guard(path: str, leaf: Leaf | None, comparison: Comparison) -> str:
     return f"{tag.rule}"
 
 
-def _description(side: Side, facts: Facts) -> dict[str, str]:
+def description(side: Side, facts: Facts) -> dict[str, str]:
+    """Who a run is, by what it is shown under."""
     record = side.record
     code_facts, hardware = record.effective.code, record.effective.hardware
     dirty = {True: " (dirty)", False: "", None: " (state unknown)"}[code_facts.git_dirty]

@@ -27,19 +27,19 @@ _COLORS: dict[Verdict, str] = {"comparable": "32", "flagged": "33", "refused": "
 def render_terminal(comparison: Comparison, color: bool = False) -> str:
     """A comparison in about twenty lines."""
     judgement, asked = comparison.judgement, comparison.asked
-    lines = _head(judgement, asked, comparison.names, color)
+    lines = head_lines(judgement, asked, comparison.names, color)
     if comparison.at is not None:
         lines.append(f"compared at {comparison.at:,} tokens")
-    lines += _rules(judgement, color)
+    lines += rule_lines(judgement, color)
     if comparison.results is not None:
         said = [number_sentence(comparison), interval_sentence(comparison)]
-        lines += ["", *_wrap(" ".join([*filter(None, said), noise_sentence(comparison)]))]
+        lines += ["", *wrapped(" ".join([*filter(None, said), noise_sentence(comparison)]))]
     lines += _sets(comparison)
     if comparison.verdict == "refused":
         said_by_rule = remedies(comparison)
         refusing = [r.rule for r in judgement.rules if r.over(asked) == "refused"]
         lines += ["", "to compare them:"]
-        lines += [line for rule in refusing for line in _wrap(said_by_rule[rule], "  - ")]
+        lines += [line for rule in refusing for line in wrapped(said_by_rule[rule], "  - ")]
         lines += [f"  {command}" for command in matching_commands(comparison)]
     elif judgement.inferred:
         lines += ["", "to declare the treatment: --treatment model"]
@@ -59,7 +59,7 @@ def _sets(comparison: Comparison) -> list[str]:
     lines = [
         line
         for words, labels in said.items()
-        for line in _wrap(words if len(labels) == 2 else f"{labels[0]}: {words}", "  - ")
+        for line in wrapped(words if len(labels) == 2 else f"{labels[0]}: {words}", "  - ")
     ]
     return ["", "evaluation sets:", *lines] if lines else []
 
@@ -67,16 +67,16 @@ def _sets(comparison: Comparison) -> list[str]:
 def render_check(check: Check, color: bool = False) -> str:
     """A check: the rules that differ, and what only a run will show."""
     judgement, asked, spec = check.judgement, check.asked, check.paths[1]
-    lines = _head(judgement, asked, check.names, color)
+    lines = head_lines(judgement, asked, check.names, color)
     if check.at is not None:
         lines.append(f"judged at {check.at:,} tokens, the last point of both")
-    lines += _rules(judgement, color)
+    lines += rule_lines(judgement, color)
     if check.verdict == "refused":
         lines += ["", "to make them comparable:"]
         for ruling in judgement.rules:
             said = remedy(ruling, judgement, check.names)
             if said and ruling.over(asked) == "refused":
-                lines += _wrap(said, "  - ")
+                lines += wrapped(said, "  - ")
         if spec and (overrides := matching_overrides(judgement, asked)):
             lines.append(f"  wb run {shlex.quote(spec)} {' '.join(overrides)}")
     elif judgement.inferred:
@@ -84,16 +84,17 @@ def render_check(check: Check, color: bool = False) -> str:
     if unknown := judgement.with_outcome("not yet known"):
         rules = dict.fromkeys(leaf.rule for leaf in unknown)
         text = f"not yet known, {len(unknown)} values of: {', '.join(rules)}"
-        lines += ["", *_wrap(text)]
+        lines += ["", *wrapped(text)]
         for leaf in unknown:
             if leaf.asked:
-                lines += _wrap(f"{leaf.path} may differ: {', '.join(leaf.asked)} does", "  - ")
+                lines += wrapped(f"{leaf.path} may differ: {', '.join(leaf.asked)} does", "  - ")
     return "\n".join(lines)
 
 
-def _head(
+def head_lines(
     judgement: Judgement, asked: Iterable[Claim], names: tuple[str, str], color: bool
 ) -> list[str]:
+    """The verdict, the treatment, and the verdict on every claim."""
     asked = tuple(asked)
     verdict = judgement.verdict(asked)
     said = _paint(verdict.upper(), _COLORS[verdict], color)
@@ -103,12 +104,13 @@ def _head(
     lines = [
         f"{said} for {', '.join(asked)}: {names[0]} against {names[1]}",
         f"treatment: {treatment} · ruleset {judgement.ruleset}",
-        *_wrap(verdicts_line(judgement)),
+        *wrapped(verdicts_line(judgement)),
     ]
     return lines + [f"override of {rule}: {why}" for rule, why in judgement.allow.items()]
 
 
-def _rules(judgement: Judgement, color: bool) -> list[str]:
+def rule_lines(judgement: Judgement, color: bool) -> list[str]:
+    """Every rule that does not match or has an effect, and why."""
     found = [
         ruling
         for ruling in judgement.rules
@@ -117,7 +119,7 @@ def _rules(judgement: Judgement, color: bool) -> list[str]:
     lines = [""] if found else ["", "every rule of the checklist matches"]
     for ruling in found:
         mark = _paint(f"{ruling.rule:<11}", _COLORS[_worst(ruling)], color)
-        first, *rest = _wrap(f"{ruling.outcome}: {why(ruling)}", "", _WIDTH - 12)
+        first, *rest = wrapped(f"{ruling.outcome}: {why(ruling)}", "", _WIDTH - 12)
         lines += [f"{mark} {first}", *(f"{'':<12}{line}" for line in rest)]
     if found:
         lines.append(f"{'':<12}(wb explain RULE: what it guards, and why)")
@@ -132,7 +134,8 @@ def _paint(text: str, code: str, color: bool) -> str:
     return f"\x1b[1;{code}m{text}\x1b[0m" if color else text
 
 
-def _wrap(text: str, first: str = "", width: int = _WIDTH) -> list[str]:
+def wrapped(text: str, first: str = "", width: int = _WIDTH) -> list[str]:
+    """A sentence in lines of this width, the first after `first`."""
     rest = " " * len(first)
     clean = "".join(char if char.isprintable() else " " for char in text)
     return textwrap.wrap(clean, width, initial_indent=first, subsequent_indent=rest) or [""]

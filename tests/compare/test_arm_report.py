@@ -1,0 +1,184 @@
+"""Reports on arms, and `wb compare` of arms: the verdict first, then everything it rests on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_arms import write_arm
+
+from workbench.arms_command import ArmsRequest, single_pair, tuning_runs, with_several
+from workbench.commands import call
+from workbench.compare import compare_arms, render_arms, write_arms_report
+from workbench.compare.arm_report import render_arms_markdown
+from workbench.errors import UserError
+from workbench.track.store import Store
+
+SEEDS = (1, 2)
+MHA: dict[str, Any] = {"model": {"attention_type": "mha"}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home") / "mlruns"
+    runs = home / "runs"
+    runs.mkdir(parents=True)
+    write_arm(runs, "gqa", {1: 0.0, 2: 0.01}, tracking={"tags": {"arm": "gqa"}})
+    write_arm(runs, "mha", {1: -0.0200, 2: -0.0101}, tracking={"tags": {"arm": "mha"}}, **MHA)
+    write_arm(runs, "mixed", {1: 0.03, 2: -0.03}, **MHA)
+    return home
+
+
+def arm(home: Path, name: str) -> list[Path]:
+    return [home / "runs" / f"{name}-s{seed}" for seed in SEEDS]
+
+
+def both(home: Path, other: str = "mha", **options: Any) -> Any:
+    arms = {"gqa": arm(home, "gqa"), other: arm(home, other)}
+    return compare_arms(arms, treatment=["model"], **options)
+
+
+def test_a_report_opens_with_the_verdict(home: Path, tmp_path: Path) -> None:
+    comparison = write_arms_report(both(home), tmp_path)
+    assert comparison.report is not None
+    files = {path.name for path in comparison.report.iterdir()}
+    assert files >= {"report.md", "report.html", "results.json", "difference-0-0.png"}
+    assert files >= {"curves-0.png", "curves-train.png", "documents-0.png"}
+    markdown = (comparison.report / "report.md").read_text()
+    order = [
+        "# mha against gqa: comparable for nll",
+        "gqa (baseline): 2 runs, seeds 1, 2",
+        "**mha is better than gqa at this budget: its held_out/nll is lower.**",
+        "interval over 2 paired seeds",
+        "lower in 2 of 2 seeds",
+        "That one says nothing about another seed.",
+        "(difference-0-0.png)",
+        "| held_out/nll ",
+        "(documents-0.png)",
+        "(curves-0.png)",
+        "## What was chosen",
+        "## Checklist",
+        "## Held out",
+        "## What differs",
+        "## Runs",
+        "## Reproduce",
+        "wb compare --a gqa-s1 gqa-s2 --b mha-s1 mha-s2 --names gqa,mha --treatment model",
+    ]
+    places = [markdown.index(words) for words in order]
+    assert places == sorted(places)
+    document = json.loads((comparison.report / "results.json").read_text())
+    assert document["key"] == comparison.key
+    assert document["series"]["mha"]["held_out/nll"]["tokens"][-1] == comparison.at
+
+
+def test_what_cannot_be_told_apart_is_a_result(home: Path) -> None:
+    markdown = render_arms_markdown(both(home, "mixed"))
+    assert "**mixed is not distinguishable from gqa in held_out/nll at this budget.**" in markdown
+    assert "better than" not in markdown
+    assert "takes about" in markdown
+
+
+def test_a_refusal_shows_no_number_and_no_winner(home: Path, tmp_path: Path) -> None:
+    arms = {"gqa": arm(home, "gqa"), "mha": arm(home, "mha")[:1]}
+    comparison = write_arms_report(compare_arms(arms, treatment=["model"]), tmp_path)
+    assert comparison.report is not None
+    assert {path.suffix for path in comparison.report.iterdir()} == {".md", ".html", ".json"}
+    markdown = (comparison.report / "report.md").read_text()
+    assert markdown.startswith("# mha against gqa: REFUSED for nll")
+    assert "**seeds**: unequal numbers of seeds: {1, 2} against {1}" in markdown
+    for words in (
+        "better than",
+        "distinguishable",
+        "difference |",
+        "| held_out/nll ",
+        "perplexity",
+    ):
+        assert words not in markdown
+    assert "REFUSED" in render_arms(comparison)
+
+
+def test_one_seed_says_what_it_does_not_cover(home: Path) -> None:
+    arms = {"gqa": arm(home, "gqa")[:1], "mha": arm(home, "mha")[:1]}
+    said = render_arms(compare_arms(arms, treatment=["model"]))
+    words = " ".join(said.split())
+    assert "No winner is named between mha and gqa" in words
+    assert "It says nothing about another seed" in words
+    assert "better than" not in words
+
+
+def test_power_is_said_when_asked(home: Path) -> None:
+    plain = render_arms(both(home, "mixed"))
+    assert "power" not in plain
+    asked = " ".join(render_arms(both(home, "mixed"), power=True, differences=[0.01]).split())
+    assert "With 2 seeds an arm and this spread" in asked
+    assert "the smallest difference found with 80 % power is" in asked
+    assert "one of 0.01 takes about" in asked
+
+
+def test_unequal_choices_are_stated(home: Path) -> None:
+    comparison = both(home, tuning={"gqa": 0, "mha": 7})
+    said = " ".join(render_arms(comparison).split())
+    assert "same experiment and same model: gqa 0, mha 7. Unequal numbers" in said
+    assert "Evaluations of each run up to the point compared: gqa 5, mha 5." in said
+
+
+def test_tuning_runs_are_counted_from_the_store(home: Path) -> None:
+    store = Store(home)
+    entries = store.list_runs()
+    groups = {
+        name: [entry for entry in entries if entry.name.startswith(f"{name}-")]
+        for name in ("gqa", "mha", "mixed")
+    }
+    compared = [*groups["gqa"], *groups["mha"]]
+    assert tuning_runs(groups["gqa"], compared, entries) == 0
+    assert tuning_runs(groups["mha"], compared, entries) == 2  # those of `mixed`
+
+
+def test_several_runs_after_one_option() -> None:
+    given = ["compare", "--a", "x", "y", "--b", "z", "--names", "p,q", "w"]
+    found = ["compare", "--a", "x", "--a", "y", "--b", "z", "--names", "p,q", "w"]
+    assert with_several(given) == found
+    assert with_several(["compare", "a", "b"]) == ["compare", "a", "b"]
+
+
+def test_single_runs_and_arms_are_two_ways() -> None:
+    assert single_pair(ArmsRequest(), "a", "b") == ("a", "b")
+    assert single_pair(ArmsRequest(a=["x"], b=["y"]), None, None) is None
+    for request, a, b, words in (
+        (ArmsRequest(a=["x"]), "a", None, "cannot be compared at once"),
+        (ArmsRequest(), "a", None, "two runs or two arms are needed"),
+        (ArmsRequest(power=True), "a", "b", "for arms of several seeds"),
+    ):
+        with pytest.raises(UserError, match=words):
+            single_pair(request, a, b)
+
+
+def code_of(*arguments: str) -> int:
+    answer = call(arguments)
+    return answer if isinstance(answer, int) else answer.exit_code
+
+
+def test_the_command_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WB_HOME", str(home))
+    tags = ["--a-tag", "arm=gqa", "--b-tag", "arm=mha"]
+    assert code_of("compare", *tags, "--treatment", "model", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert list(found["arms"]) == ["gqa", "mha"]
+    assert found["results"]["held_out/nll"]["winner"] == "b"
+    assert Path(found["report"], "report.md").is_file()
+    runs = ["--a", "gqa-s1", "gqa-s2", "--b", "mha-s1"]
+    assert code_of("compare", *runs, "--treatment", "model") == 3
+    assert "unequal numbers of seeds" in capfd.readouterr().out
+    for wrong, words in (
+        (["--a", "gqa-s1", "--b-tag", "arm=none"], "no run has this"),
+        (["--a", "gqa-s1"], "this arm has no runs"),
+        (["--arm", "gqa"], "a name and runs are needed"),
+        (["--a", "gqa-s1", "--b", "mha-s1", "--names", "one"], "two names are needed"),
+        (["--arm", "x=gqa-s1", "--a", "gqa-s2"], "either here or by --a and --b"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call(["compare", *wrong])

@@ -1,0 +1,206 @@
+"""What a comparison of arms says in words: the verdict first, then the numbers behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from workbench.compare.arm_results import ArmNumber
+from workbench.compare.arms import Arm, ArmPair, ArmsComparison
+from workbench.compare.numbers import write, write_interval
+from workbench.compare.power import power_from
+from workbench.compare.seeds import SeedTest
+
+NO_SEEDS = (
+    "It says nothing about another seed, which may turn the sign: with one seed an arm no winner is"
+    " named."
+)
+
+
+def title(comparison: ArmsComparison) -> str:
+    """The arms and the verdict on each claim asked for; a refusal in capitals."""
+    base, *others = comparison.names
+    verdicts: dict[str, list[str]] = {}
+    for claim in comparison.asked:
+        verdicts.setdefault(comparison.claims[claim], []).append(claim)
+    said = [
+        f"{verdict.upper() if verdict == 'refused' else verdict} for {', '.join(claims)}"
+        for verdict, claims in sorted(verdicts.items(), reverse=True)
+    ]
+    return f"{', '.join(others)} against {base}: {' · '.join(said)}"
+
+
+def digits_of(number: ArmNumber) -> int:
+    """Decimals that show two digits of the half width of the interval, or of the seed spread."""
+    widths = []
+    if number.seeds is not None:
+        widths.append((number.seeds.interval[1] - number.seeds.interval[0]) / 2)
+    elif number.documents is not None:
+        widths.append((number.documents.interval[1] - number.documents.interval[0]) / 2)
+    else:
+        widths += [spread for spread in number.spreads if spread]
+    return _digits(widths)
+
+
+def document_digits(number: ArmNumber) -> int:
+    """The same for the interval over documents, which may be far narrower."""
+    if number.documents is None:
+        return digits_of(number)
+    return _digits([(number.documents.interval[1] - number.documents.interval[0]) / 2])
+
+
+def _digits(widths: list[float]) -> int:
+    known = [width for width in widths if math.isfinite(width) and width > 0]
+    if not known:
+        return 4
+    return min(6, max(0, 1 - math.floor(math.log10(min(known)))))
+
+
+def verdict_sentence(pair: ArmPair, name: str) -> str:
+    """Who is better in a number that decides, or that they cannot be told apart."""
+    assert pair.results is not None
+    number = pair.results.numbers[name]
+    first, second = pair.names
+    if number.winner is not None:
+        better, worse = (second, first) if number.winner == "b" else (first, second)
+        way = "lower" if _is_lower(number, better == second) else "higher"
+        return f"{better} is better than {worse} at this budget: its {name} is {way}."
+    if number.seeds is not None:
+        return f"{second} is not distinguishable from {first} in {name} at this budget."
+    return f"No winner is named between {second} and {first} in {name}: {number.no_seeds}."
+
+
+def difference_sentence(pair: ArmPair, name: str) -> str:
+    """The difference with its interval over seeds, its signs, and its size beside the noise."""
+    assert pair.results is not None
+    number = pair.results.numbers[name]
+    first, second = pair.names
+    digits = digits_of(number)
+    if number.difference is None:
+        return f"There is no difference in {name}, because not all values are finite."
+    shown = write(name, number.difference, digits, sign=True)
+    unit = "" if name == "peak_memory_bytes" else f" {number.unit}"
+    said = f"{name} of {second} minus that of {first} is {shown}{unit}"
+    test = number.seeds
+    if test is None:
+        return said + "."
+    words = [f"{_level(test.level)} interval over {_seeds(test)} {_interval(name, test, digits)}"]
+    p = number.p_adjusted
+    if p is not None and p != test.p:
+        words.append(f"p = {test.p:.2g}, {p:.2g} adjusted for the arms (Holm)")
+    else:
+        words.append(f"p = {test.p:.2g}")
+    words += [signs(test), f"{abs(test.effect):.2g} times the seed spread"]
+    return f"{said}: {'; '.join(words)}."
+
+
+def documents_sentence(pair: ArmPair, name: str) -> str:
+    """The interval over documents, and what it does not cover."""
+    assert pair.results is not None
+    number = pair.results.numbers[name]
+    if number.documents is None:
+        if number.claim not in ("nll", "bpb"):
+            return ""
+        return f"There is no interval over documents: {number.no_documents}."
+    interval = write_interval(number.documents.interval, document_digits(number))
+    said = (
+        f"Over {number.documents.n:,} documents, these trained models held fixed, the"
+        f" {_level(number.level)} interval is {interval}."
+    )
+    if number.seeds is None:
+        return f"{said} {NO_SEEDS}"
+    return f"{said} That one says nothing about another seed."
+
+
+def power_sentence(pair: ArmPair, name: str, difference: float | None = None) -> str:
+    """What these seeds can find; empty without a test over seeds."""
+    assert pair.results is not None
+    number = pair.results.numbers[name]
+    if number.seeds is None:
+        return ""
+    return power_from(number.seeds, difference).sentence(number.unit, digits_of(number))
+
+
+def signs(test: SeedTest) -> str:
+    """In how many of the seeds, or pairs of seeds, the second arm is lower or higher."""
+    paired = test.design == "paired"
+    total = test.n[0] if paired else test.n[0] * test.n[1]
+    more = max(test.lower, test.higher)
+    way = "lower" if test.lower == more else "higher"
+    return f"{way} in {more} of {total} {'seeds' if paired else 'pairs of seeds'}"
+
+
+def selection(comparison: ArmsComparison) -> Iterator[str]:
+    """What was chosen, and how often one could choose: checkpoints, evaluations, tuning runs."""
+    arms = (comparison.baseline, *comparison.others)
+    rules = {arm.name: _selected(arm) for arm in arms}
+    if len(set(rules.values())) == 1:
+        yield f"Checkpoint: {next(iter(rules.values()))} of every run."
+    else:
+        listed = ", ".join(f"{rule} in {name}" for name, rule in rules.items())
+        yield f"Checkpoints are chosen by unlike rules: {listed}."
+    counts = {arm.name: sorted(set(arm.evaluations(comparison.at))) for arm in arms}
+    listed = ", ".join(
+        f"{name} {' to '.join(map(str, dict.fromkeys((n[0], n[-1]))))}"
+        for name, n in counts.items()
+    )
+    equal = len({tuple(n) for n in counts.values()}) == 1
+    unlike = "" if equal else " Unequal numbers: the best of more looks better by chance."
+    yield f"Evaluations of each run up to the point compared: {listed}.{unlike}"
+    yield from _optimism(comparison)
+    if any(arm.tuning is not None for arm in arms):
+        listed = ", ".join(f"{arm.name} {arm.tuning}" for arm in arms)
+        equal = len({arm.tuning for arm in arms}) == 1
+        unlike = "" if equal else " Unequal numbers: the arm with more was tuned harder."
+        yield f"Other runs in the store, same experiment and same model: {listed}.{unlike}"
+
+
+def _optimism(comparison: ArmsComparison) -> Iterator[str]:
+    """By how much the best evaluation is below the last: what choosing it would have added."""
+    said: dict[str, str] = {}
+    for pair in comparison.pairs:
+        for metric in pair.deciding:
+            series = pair.results.series.get(metric) if pair.results else None
+            if series is None or len(series.tokens) < 2:
+                continue
+            for arm, table in ((pair.a, series.a), (pair.b, series.b)):
+                gain = float((table[-1] - table.min(axis=0)).mean())
+                if math.isfinite(gain) and gain > 0:
+                    said[arm.name] = f"{gain:.2g} {series.unit} of {metric} in {arm.name}"
+    if said:
+        yield (
+            "The best evaluation in place of the last would lower every mean, by its own choice"
+            f" and not by the arm: {', '.join(said.values())}. None of it is in the numbers here."
+        )
+
+
+def _range(counts: list[int]) -> str:
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+
+
+def _selected(arm: Arm) -> str:
+    rules = {str(side.record.spec.get("evaluation", {}).get("select")) for side in arm.runs}
+    return " or ".join(sorted(rules))
+
+
+def _is_lower(number: ArmNumber, of_second: bool) -> bool:
+    difference = number.difference
+    assert difference is not None
+    return (difference < 0) == of_second
+
+
+def _seeds(test: SeedTest) -> str:
+    if test.design == "paired":
+        return f"{test.n[0]} paired seeds"
+    if test.n[0] == test.n[1]:
+        return f"{test.n[0]} unpaired seeds an arm (Welch)"
+    return f"{test.n[0]} and {test.n[1]} unpaired seeds (Welch)"
+
+
+def _interval(name: str, test: SeedTest, digits: int) -> str:
+    low, high = (write(name, end, digits, sign=True) for end in test.interval)
+    return f"[{low}, {high}]"
+
+
+def _level(level: float) -> str:
+    return f"{100 * level:.4g} %"

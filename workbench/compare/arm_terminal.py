@@ -1,0 +1,73 @@
+"""A comparison of arms on the terminal: verdict, what is not `match`, what decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.compare.arm_sentences import (
+    difference_sentence,
+    documents_sentence,
+    power_sentence,
+    selection,
+    verdict_sentence,
+)
+from workbench.compare.arms import ArmPair, ArmsComparison
+from workbench.compare.sections import remedies
+from workbench.compare.terminal import head_lines, rule_lines, wrapped
+
+
+def render_arms(
+    comparison: ArmsComparison,
+    color: bool = False,
+    *,
+    power: bool = False,
+    differences: Sequence[float] = (),
+) -> str:
+    """A comparison of arms in a few lines for each pair.
+
+    Args:
+        power: whether to say what these seeds can find.
+        differences: of each, how many seeds it needs.
+    """
+    lines: list[str] = []
+    for pair in comparison.pairs:
+        lines += [*([""] if lines else []), *_pair(pair, comparison, color, power, differences)]
+    lines += ["", *(line for said in selection(comparison) for line in wrapped(said, "  - "))]
+    if comparison.pairs[0].judgement.inferred:
+        lines += ["", "to declare the treatment: --treatment model"]
+    if comparison.report:
+        lines += ["", f"report: {comparison.report / 'report.md'}"]
+    return "\n".join(lines)
+
+
+def _pair(
+    pair: ArmPair,
+    comparison: ArmsComparison,
+    color: bool,
+    power: bool,
+    differences: Sequence[float],
+) -> list[str]:
+    lines = head_lines(pair.judgement, pair.asked, pair.names, color)
+    seeds = [", ".join(map(str, arm.seeds)) for arm in (pair.a, pair.b)]
+    at = "no common point" if comparison.at is None else f"{comparison.at:,} tokens"
+    lines += wrapped(f"compared at {at} · seeds {seeds[0]} against {seeds[1]}")
+    lines += rule_lines(pair.judgement, color)
+    for name in pair.deciding:
+        said = [verdict_sentence(pair, name), difference_sentence(pair, name)]
+        said.append(documents_sentence(pair, name))
+        if power:
+            said += [power_sentence(pair, name, one) for one in (differences or (None,))]
+        lines += ["", *wrapped(" ".join(filter(None, said)))]
+    if pair.verdict == "refused":
+        refusing = [
+            rule.rule for rule in pair.judgement.rules if rule.over(pair.asked) == "refused"
+        ]
+        said_by_rule = remedies(pair)
+        lines += ["", "to compare them:"]
+        lines += [
+            line
+            for rule in refusing
+            if rule in said_by_rule
+            for line in wrapped(said_by_rule[rule], "  - ")
+        ]
+    return lines
