@@ -447,3 +447,21 @@ def test_the_tokenizer_of_a_run_is_known_by_its_shards(
     said = tokenizer_by_shards(spec, tmp_path / "store", recorded)
     assert isinstance(said, str)
     assert said.startswith("the shards are others now: shards:")
+
+
+def test_shards_without_a_record_of_their_tokenizer_are_not_taken_as_alike(
+    load: Callable[..., Data], tmp_path: Path
+) -> None:
+    """The same name and size prove nothing; the same ids do."""
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        with ShardWriter(tmp_path / name, tokenizer="toy", vocab_size=512) as writer:
+            writer.append(rng.integers(0, 512, 4_000))
+            writer.finish()
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    one, other, same = (
+        load(tokens_path=str(tmp_path / name)).facts["tokenizer"] for name in ("a", "b", "copy")
+    )
+    assert one == same
+    assert one.pop("sha256") != other.pop("sha256")
+    assert one == other == {"name": "toy", "vocab_size": 512}
