@@ -192,6 +192,8 @@ def test_a_megatron_pair_that_lies(tmp_path: Path) -> None:
     refused("too short for its header", cut=60)
     for documents in ([0, 1], [1, 2], [0, 2, 1, 2], [0, 3], [0], []):
         refused("document indices do not run", documents)
+    sequences = [[], []]
+    refused("the shard is empty: no ids", offsets=[0, 0])
     sequences = []
     refused("no sequences", [0])
     (tmp_path / "c.idx").unlink()
