@@ -378,7 +378,13 @@ def write_megatron(stem: Path, documents: list[str], tokenizer: Tokenizer) -> st
     return str(stem)
 
 
-@pytest.mark.parametrize("order", ["sequential", "shuffled", "random"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["sequential", pytest.param("shuffled", marks=SLOW), pytest.param("random", marks=SLOW)],
+)
 def test_documents_of_a_megatron_pair(
     load: Callable[..., Data], tmp_path: Path, byte_tokenizer: Tokenizer, order: str
 ) -> None:
