@@ -60,12 +60,17 @@ KINDS: dict[str, Callable[[Path], RunSpec]] = {
         model={**RAMPS, "top_k_primary_weight_schedule_steps": 4},
         training={**LONG["training"], "stop_at_step": 15},
     ),
-    "tokens": lambda folder: token_spec("tokens", {"vocab_size": 512}),
+    "tokens": lambda folder: _longer(token_spec("tokens", {"vocab_size": 512})),
     "fineweb": lambda folder: stream_spec(
         three_files(folder / "stream")[0], "fineweb", training={**LONG["training"]}
     ),
 }
 NAMES = (*KINDS, "hub", "compiled")
+
+
+def _longer(spec: RunSpec) -> RunSpec:
+    training = spec.training.model_copy(update={"steps": STEPS})
+    return spec.model_copy(update={"training": training})
 
 
 def _more(folder: Path) -> Path:

@@ -155,7 +155,6 @@ _OF_EXPERTS = (
     "top_k",
     "routing_strategy",
     "router_aux_loss_weight",
-    "learn_shared_routed_gates",
     "expert_diversity_lambda",
 )
 # The settings from which what follows the model comes; another one explains nothing there.
@@ -216,6 +215,11 @@ TAGS: tuple[tuple[str, Tag], ...] = (
         _judged("model", exists_by=(_KIND, "model.expert_diversity_lambda")),
     ),
     ("model.top_k_*", _judged("model", exists_by=(_KIND, "model.top_k"))),
+    # Without a shared path there is nothing to weigh.
+    (
+        "model.learn_shared_routed_gates",
+        _judged("model", "model.shared_expert", exists_by=(_KIND,)),
+    ),
     *((f"model.{name}", _judged("model", exists_by=(_KIND,))) for name in _OF_EXPERTS),
     ("model.*", _judged("model")),
     ("tokenizer.*", _requested("tokenizer", _TOKENIZER)),
