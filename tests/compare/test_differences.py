@@ -10,6 +10,12 @@ import pytest
 from fake_runs import full_effective, full_record, full_spec, write_run
 
 from workbench import cli
+from workbench.compare import check_specs
+from workbench.compare.differences import differences, leaves_of_spec
+from workbench.errors import UserError
+from workbench.spec.foreseen import Foreseen
+from workbench.spec.load import load_spec
+from workbench.spec.run import spec_hash
 
 
 @pytest.fixture
@@ -91,3 +97,45 @@ def test_credentials_are_not_shown(home: Path, capsys: Any) -> None:
 def test_what_is_neither_is_an_error(home: Path, capsys: Any) -> None:
     assert cli._guarded(["diff", "a", "nothing"]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+SPELLINGS = {
+    "optimizer.lr": ["1e-4", "1E-4", "0.0001", "1.0e-4", ".0001"],
+    "optimizer.weight_decay": ["1e-1", "0.1", "1.0E-1"],
+    "optimizer.betas": ["[0.9, 0.95]", "[9e-1, 9.5e-1]", "[0.90, .95]"],
+    "training.steps": ["5000", "5_000"],
+    "training.max_grad_norm": ["1", "1.0", "1e0"],
+    "model.rope_theta": ["10000", "1e4", "10_000", "1.0e+4"],
+}
+
+
+@pytest.mark.parametrize("field", SPELLINGS)
+def test_ways_to_write_a_number_are_one_value(tmp_path: Path, field: str) -> None:
+    """In the resolved spec, its hash, a check and a list of differences; in lists as well."""
+    section, name = field.split(".")
+    specs = []
+    for index, text in enumerate(SPELLINGS[field]):
+        path = tmp_path / f"{index}.yaml"
+        path.write_text(f"name: a\ndata: {{dataset: random}}\n{section}:\n  {name}: {text}\n")
+        specs.append(load_spec(path))
+        specs.append(load_spec(tmp_path / "0.yaml", [f"{field}={text}"]))
+    assert {spec_hash(spec) for spec in specs} == {spec_hash(specs[0])}
+    values = [leaves_of_spec(spec.model_dump(mode="json")) for spec in specs]
+    assert all(differences(values[0], one, spec_only=True) == [] for one in values)
+    assert not isinstance(values[0][field], str)
+    nothing = Foreseen({}, (), lambda at: {})
+    for spec in specs[1:]:
+        judgement = check_specs(specs[0], spec, nothing, nothing).judgement
+        assert judgement.with_outcome("differs", "studied") == []
+
+
+@pytest.mark.parametrize("text", ["1:30", "010", "1e3.5", "5_00", "'1e-4'", "yes"])
+@pytest.mark.parametrize("field", ["optimizer.weight_decay", "training.steps", "optimizer.betas"])
+def test_what_is_no_number_is_refused_with_its_line(tmp_path: Path, field: str, text: str) -> None:
+    section, name = field.split(".")
+    value = f"[0.9, {text}]" if name == "betas" else text
+    path = tmp_path / "a.yaml"
+    path.write_text(f"name: a\ndata: {{dataset: random}}\n{section}:\n  {name}: {value}\n")
+    with pytest.raises(UserError) as error:
+        load_spec(path)
+    assert f"a.yaml:4: {field}" in str(error.value)
