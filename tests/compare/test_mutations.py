@@ -479,6 +479,21 @@ def test_a_setting_that_one_arm_lacks_follows_what_decides_that_it_exists() -> N
     assert count > 50
 
 
+# Settings that another one leaves no choice: heads of mha and mqa; gates without a shared path.
+FORCED = {
+    "model.num_key_value_heads": ("model.attention_type",),
+    "model.learn_shared_routed_gates": ("model.shared_expert",),
+}
+
+
+def test_two_settings_that_differ_are_two_differences() -> None:
+    """What was chosen in both specs follows nothing, but where there was no choice."""
+    for leaf in schema_leaves(RunSpec):
+        tag = tag_of(leaf.name)
+        assert tag.follows == FORCED.get(leaf.name, ()), leaf.name
+        assert tag.under == tag.unless == (), leaf.name
+
+
 # What follows although its own rule is the stricter one, as the checklist has it: what a model or
 # a tokenizer brings along counts as theirs, and so do the settings that exist in one arm only.
 WEAKER_BY_DESIGN = {
