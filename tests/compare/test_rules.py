@@ -632,3 +632,62 @@ def test_judging_is_symmetric_and_silent_on_nothing(data: st.DataObject) -> None
     # Where something differs and nothing is declared, something counts.
     if not any(planned) and forth.with_outcome("follows"):
         assert forth.with_outcome("differs", "missing", "studied")
+
+
+# -- what comes to the same run
+
+TOKENS = FACTS["training.batch_size"] * FACTS["training.seq_len"]
+ENTRIES = FACTS["effective.tokenizer.vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "a", "b", "same_run"),
+    [
+        ("training.loss_chunk_tokens", 0, TOKENS, True),
+        ("training.loss_chunk_tokens", TOKENS, 10 * TOKENS, True),
+        ("training.loss_chunk_tokens", 0, TOKENS - 1, False),
+        ("model.shared_expert_chunk_tokens", 0, TOKENS, True),
+        ("model.shared_expert_chunk_tokens", 0, TOKENS - 1, False),
+        ("training.loss_block_vocab", ENTRIES, 2 * ENTRIES, True),
+        ("training.loss_block_vocab", ENTRIES - 1, ENTRIES, False),
+        ("evaluation.sets", ["train_split", "held_out"], ["held_out", "train_split"], True),
+        ("schedule.min_lr_ratio", 0.1, 0.2, False),
+    ],
+)
+def test_two_values_for_one_run_match(leaf: str, a: Any, b: Any, same_run: bool) -> None:
+    for first, second in ((a, b), (b, a)):
+        judgement = judge(with_leaf(leaf, first), with_leaf(leaf, second))
+        if same_run:
+            assert judgement.verdict(CLAIMS) == "comparable"
+        else:
+            names_only(judgement, str(tag_of(leaf).rule), leaf, "differs")
+
+
+def test_a_floor_that_a_constant_rate_never_reaches_is_none() -> None:
+    constant = {**FACTS, "schedule.decay": "constant"}
+    assert judge(constant, {**constant, "schedule.min_lr_ratio": 0.5}).claims["nll"] == "comparable"
+
+
+def test_what_a_shard_without_a_tokenizer_is_called_proves_nothing() -> None:
+    name, content = "effective.tokenizer.name", "effective.tokenizer.sha256"
+    shard = {**FACTS, content: "shards:" + sha("ids")}
+    assert judge(shard, {**shard, name: "other"}).claims["nll"] == "comparable"
+    other = {**shard, name: "other", content: "shards:" + sha("other ids")}
+    assert judge(shard, other).claims["nll"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("treatment", "leaf"),
+    [
+        ("evaluation.eval_documents", "effective.evaluation.held_out.context"),
+        ("evaluation.eval_documents", "effective.evaluation.held_out.status"),
+        ("training.device", "effective.hardware.device_count"),
+        ("model.rope_theta", "effective.optimizer.groups_sha256"),
+        ("model.rope_theta", "effective.budget.ramp_tokens"),
+        ("optimizer.lr", "effective.optimizer.groups_sha256"),
+    ],
+)
+def test_a_treatment_excuses_no_more_than_it_brings(treatment: str, leaf: str) -> None:
+    both = {one: changed(FACTS[one]) for one in (treatment, leaf)}
+    judgement = judge(FACTS, {**FACTS, **both}, treatment=[treatment])
+    assert [one.path for one in judgement.with_outcome("differs")] == [leaf]
