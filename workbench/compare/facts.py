@@ -253,9 +253,12 @@ def _unresolved(record: RunRecord) -> Iterator[str]:
         resolved = dict(_spec_facts(record.run_spec.model_dump(mode="json")))
     except ValidationError:
         return  # not a spec of this version: nothing is known of its nulls
-    for leaf, value in recorded.items():
-        if value is None and resolved.get(leaf) is not None:
-            yield leaf
+    lacking = {
+        leaf for leaf, value in recorded.items() if value is None and resolved[leaf] is not None
+    }
+    # What decides whether a setting exists has to be known itself, and not by a default of today.
+    settled = recorded.keys() - lacking
+    yield from (leaf for leaf in lacking if settled >= set(tag_of(leaf).exists_by))
 
 
 def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
