@@ -277,6 +277,8 @@ def test_every_mutation_is_named_by_its_rule_alone(base: str, every: bool, folde
         tag = tag_of(name)
         changes = [one for one in other_values(leaf.annotation, value) if one != "random"]
         assert changes or value is None, f"no other value is known of {name}"
+        if not every and name not in SAME_IN_EFFECT:
+            changes = changes[:1]
         named = 0
         for change in changes:
             judgement = judge(facts, facts_of(put(document, leaf.path, change)))

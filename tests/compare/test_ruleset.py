@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,15 @@ def without(document: dict[str, Any], path: str) -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(written: Path, tmp_path: Path) -> Path:
+    """Copies of the runs, to be changed."""
+    return Path(shutil.copytree(written, tmp_path / "runs"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of today, one of an older version, and another of that."""
+    tmp_path = tmp_path_factory.mktemp("written")
     write_run(tmp_path / "today", full_record("today"))
     for name in ("old", "older"):
         folder = write_run(tmp_path / name, full_record(name))
