@@ -350,3 +350,11 @@ def test_figures_of_bits_per_byte_where_nll_is_refused(tmp_path: Path, runs: Pat
     assert "bits/byte" in drawn["curves"].figures[0].alt
     assert "held_out/bits\\_per\\_byte" not in render_markdown(comparison)
     assert "in bits/byte" in render_markdown(comparison)
+
+
+def test_a_path_is_shown_from_where_the_reader_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert show(f"{tmp_path}/experiments/../configs/ranks.tiktoken") == "configs/ranks.tiktoken"
+    assert show("/elsewhere/ranks.tiktoken") == "/elsewhere/ranks.tiktoken"

@@ -61,6 +61,9 @@ class Curve:
     high: Points | None = None
 
 
+_LONGEST_LABEL = 16  # characters of the part before the unit, in the height of a figure
+
+
 def difference(
     tokens: Points,
     values: Points,
@@ -80,7 +83,9 @@ def difference(
     axes = figure.add_subplot(grid[0])
     _difference_over(axes, tokens, values, intervals, between)
     axes.set_xlabel("tokens trained on")
-    axes.set_ylabel(f"{names[1]} - {names[0]}, {axis}")
+    # Two long names along the axis would run out of the figure; the title has the arms.
+    short = " - ".join(reversed(names))
+    axes.set_ylabel(f"{short if len(short) <= _LONGEST_LABEL else 'difference'}, {axis}")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     _tidy(axes)
     axes.set_xlim(-0.03 * max(tokens), 1.03 * max(tokens))  # room for the bars of both ends

@@ -6,10 +6,12 @@ One table holds what each rule has to say; the values come from the leaves.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from workbench.compare.facts import FINITE, PROOF, same, set_of
@@ -223,6 +225,8 @@ def show(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, str):
         text = re.sub(r"//[^/@\s]*@", "//***@", value)  # user:password of an address
+        if text.startswith("/"):  # a path: where the reader is, not where the store of a run was
+            text = os.path.relpath(text) if Path(text).is_relative_to(Path.cwd()) else text
         return text[:12] + "…" if re.fullmatch(r"[0-9a-f]{32,}", text) else text
     return re.sub(r"//[^/@\s]*@", "//***@", json.dumps(value, sort_keys=True, default=str))
 
