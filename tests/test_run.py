@@ -104,30 +104,40 @@ def start_endless(tracked: Tracked, number: signal.Signals) -> subprocess.Popen[
     )
 
 
-def stop(tracked: Tracked, process: subprocess.Popen[str], number: signal.Signals) -> Stopped:
-    """Sends the signal while the process trains, and waits for its end."""
+def send(tracked: Tracked, process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Sends the signal while the process trains."""
     name = number.name.lower()
     metrics = tracked.folder(name) / "metrics.csv"
     deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "the run does not begin"
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as Ctrl-C does: to the whole group
+    else:
+        process.send_signal(number)
+
+
+def end_of(process: subprocess.Popen[str], number: signal.Signals) -> Stopped:
+    """Waits for the end that a signal has asked for."""
+    printed = process.communicate(timeout=120)[0]
+    return Stopped(number.name.lower(), process.returncode, json.loads(printed))
+
+
+def stop(tracked: Tracked, process: subprocess.Popen[str], number: signal.Signals) -> Stopped:
+    """Sends the signal while the process trains, and waits for its end."""
     try:
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
-            assert process.poll() is None, "the run ended by itself"
-            assert time.monotonic() < deadline, "the run does not begin"
-            time.sleep(0.05)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as Ctrl-C does: to the whole group
-        else:
-            process.send_signal(number)
-        printed = process.communicate(timeout=120)[0]
+        send(tracked, process, number)
+        return end_of(process, number)
     finally:
         process.kill()
         process.communicate()
-    return Stopped(name, process.returncode, json.loads(printed))
 
 
 @pytest.fixture(scope="module")
 def ended(tracked: Tracked) -> Iterator[tuple[RunOutcome, Stopped]]:
-    """A run that MLflow follows to its end, and one that Ctrl-C ends: at once, to save time."""
+    """A run that MLflow follows to its end, and one that Ctrl-C ends: MLflow takes both at once."""
     spec = tiny_spec(
         tracked.path,
         "finished",
@@ -138,8 +148,9 @@ def ended(tracked: Tracked) -> Iterator[tuple[RunOutcome, Stopped]]:
     )
     process = start_endless(tracked, signal.SIGINT)
     try:
+        send(tracked, process, signal.SIGINT)
         outcome = runner.run(spec, tracked.store, ["run", "finished.yaml"], quiet=True)
-        yield outcome, stop(tracked, process, signal.SIGINT)
+        yield outcome, end_of(process, signal.SIGINT)
     finally:
         process.kill()
         process.communicate()
