@@ -80,8 +80,6 @@ def compare(
     Arms: --a RUN... --b RUN..., or --arm NAME=RUN,RUN for each.
     """
     from workbench.arms_command import ArmsRequest, compare_groups, single_pair
-    from workbench.compare import compare_runs, render_terminal, write_report
-    from workbench.publish import publish
     from workbench.track.store import Store
 
     request = ArmsRequest(
@@ -97,6 +95,10 @@ def compare(
         differences=difference or [],
     )
     single = single_pair(request, a, b)
+    # A call that is wrong has ended here, before numpy is loaded.
+    from workbench.compare import compare_runs, render_terminal, write_report
+    from workbench.publish import publish
+
     store = Store()
     if single is None:
         return compare_groups(
