@@ -18,7 +18,9 @@ from small_studies import ARMS, train_planned, write_study
 
 from workbench import commands
 from workbench.answers import Answer
+from workbench.compare.document import Code
 from workbench.errors import UserError
+from workbench.study.grounds import _by_value
 from workbench.study.ledger import Ledger
 from workbench.study.outcome import StudyResult, outcome_of
 from workbench.study.plan import FrozenPlan, folder_of, read_plan, version_of, write_plan
@@ -357,3 +359,8 @@ def test_the_table_of_a_refused_study_is_its_head_alone(made: Made) -> None:
     rows = list(csv.DictReader(io.StringIO(tidy_csv(found))))
     assert all(row["value"] == "" for row in rows)
     assert compose(found, {})
+
+
+def test_settings_of_many_arms_are_listed_by_value() -> None:
+    words = _by_value(("a", "b", "c", "d"), ("model.top_k", "1", "1", "2", "-"))
+    assert words == (Code("model.top_k"), ": 1 in a and b; 2 in c; not in d")

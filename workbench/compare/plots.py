@@ -189,7 +189,8 @@ def curves(lines: Sequence[Curve], *, axis: str, title: str, limits: Interval | 
     axes.set_title(title, loc="left")
     _tidy(axes)
     _label_ends(axes, ends)
-    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=9)
+    columns = 1 if len(lines) <= 3 else 2
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return figure
 
 

@@ -104,8 +104,10 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         sides = [(pair.a.name, series.a), (pair.b.name, series.b)]
         for name, values in sides if not lines else sides[1:]:
             label = chr(ord("A") + len(lines))
-            tokens, mean = list(series.tokens), values.mean(axis=1)
-            low, high = values.min(axis=1), values.max(axis=1)
+            # Untrained models are all alike, and far above: they would flatten the rest.
+            kept = [at for at, count in enumerate(series.tokens) if count > 0]
+            tokens, mean = [series.tokens[at] for at in kept], values[kept].mean(axis=1)
+            low, high = values[kept].min(axis=1), values[kept].max(axis=1)
             lines.append(plots.Curve(label, name, tokens, list(mean), list(low), list(high)))
     if not lines:
         return []
@@ -128,7 +130,6 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         series = pair.results.series.get(metric)
         if series is None or not series.tokens:
             continue
-        # The first point is that of untrained models, where most differences are largest.
         known = [at for at, tokens in enumerate(series.tokens) if tokens > 0]
         intervals = [
             None if not np.isfinite(series.interval[at]).all() else tuple(series.interval[at])

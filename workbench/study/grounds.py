@@ -11,6 +11,7 @@ from workbench.compare.document import (
     Badge,
     Block,
     Cell,
+    Code,
     Commands,
     Fold,
     Strong,
@@ -26,6 +27,8 @@ from workbench.study.plan import plan_differences
 from workbench.study.sections import listed
 from workbench.study.table import state_rows
 from workbench.track.record import RunRecord
+
+_MOST_COLUMNS = 3  # of arms beside their settings
 
 
 def history(outcome: StudyResult) -> list[Block]:
@@ -138,17 +141,28 @@ def differences(outcome: StudyResult) -> list[Block]:
         if all(value == values[0] for value in values):
             equal.append([leaf, show(values[0])])
         else:
-            different.append([leaf.removeprefix("model."), *map(show, values)])
+            different.append([leaf, *map(show, values)])
     guards = {str(tag_of(leaf).rule) for leaf in leaves if _differs(document, names, leaf)}
     blocks: list[Block] = []
-    if different:
+    if different and len(names) <= _MOST_COLUMNS:
         blocks.append(table(["setting", *names], different))
-        where = ", ".join(sorted(guards))
-        blocks.append(
-            paragraph(f"Settings of model where no section is named; guarded by the rule {where}.")
-        )
+    elif different:
+        blocks.append(bullets(_by_value(names, row) for row in different))
+    if different:
+        blocks.append(paragraph(f"They are guarded by: {', '.join(sorted(guards))}."))
     blocks.append(Fold(f"{len(equal)} settings are equal", (table(["setting", "all"], equal),)))
     return blocks
+
+
+def _by_value(names: Sequence[str], row: Sequence[Cell]) -> Words:
+    """A setting with each of its values, and the arms that have it."""
+    setting, *values = map(str, row)
+    having: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        having.setdefault(value, []).append(name)
+    said = "; ".join(f"{value} in {listed(who)}" for value, who in having.items() if value != "-")
+    absent = f"; not in {listed(having['-'])}" if "-" in having else ""
+    return (Code(setting), f": {said}{absent}")
 
 
 def provenance(outcome: StudyResult) -> list[Block]:

@@ -101,16 +101,16 @@ def arms(outcome: StudyResult) -> list[Block]:
     rows: list[list[Cell]] = []
     single: list[list[Cell]] = []
     first = next((one.number for one in outcome.decisions if one.number is not None), None)
+    digits = max((_digits(one.number) for one in outcome.decisions if one.number), default=4)
     if first is not None:
-        base = _mean(metric, first.a, _digits(first))
+        base = _mean(metric, first.a, digits)
         rows.append([outcome.baseline, base, "", "", "", "baseline"])
     for one in outcome.decisions:
         number = one.number
         if number is None:
             rows.append([one.arm, "-", "-", "-", "-", Badge("refused", "refused")])
             continue
-        digits, test = _digits(number), number.seeds
-        documents = number.documents
+        test, documents = number.seeds, number.documents
         p = number.p_adjusted
         change = write(metric, number.difference, digits, sign=True)
         rows.append(
@@ -242,9 +242,8 @@ def _mean(name: str, values: Sequence[float | None], digits: int) -> str:
     if len(known) < 2 or not all(map(math.isfinite, known)):
         return said
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / (len(known) - 1))
-    if not spread:
-        return said
-    return f"{said} ± {write(name, spread, digits, size=max(map(abs, known)))}"
+    noise = write(name, spread, digits, size=max(map(abs, known)))
+    return f"{said} ± {noise}" if any(digit in noise for digit in "123456789") else said
 
 
 def _value(name: str, value: float | None) -> str:
