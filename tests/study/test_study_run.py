@@ -337,6 +337,10 @@ def test_a_field_that_a_later_version_brings_is_no_change_of_plan(lab: Lab) -> N
     for arm in then["arms"].values():
         del arm["training.z_loss"], arm["evaluation.stride"]
     assert plan_differences(then, now) == []
+    now["arms"]["dense"]["data.overlap_ngram"] = 7  # set in every arm, whatever its default
+    del then["arms"]["dense"]["data.overlap_ngram"], then["arms"]["routed"]["data.overlap_ngram"]
+    assert plan_differences(then, now) == []
+    then["arms"]["routed"]["training.z_loss"] = 0.0  # known then, and not in this arm
     now["arms"]["dense"]["training.z_loss"] = 0.1
     assert plan_differences(then, now) == ["arms.dense.training.z_loss: null -> 0.1"]
     assert plan_differences(now, then) != []

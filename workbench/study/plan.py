@@ -132,10 +132,11 @@ def version_of(study: Study, reason: str | None = None, finished_runs: int = 0) 
 def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Every leaf that two frozen documents do not share, as `arms.a.optimizer.lr: 0.001 -> 0.01`.
 
-    An arm that only one of them has is one line. A field that the earlier document cannot have
-    known, since a later version of this package brought it, is no difference while it has its
-    default. Of a path only the file's name counts: a project may be moved, and what its files hold
-    is compared by content, by the rules.
+    An arm that only one of them has is one line. A field that no arm of the earlier document names
+    was unknown to the version of this package that froze it, or counted as free there: it is no
+    difference here, and a run trained with another value is not taken for the planned one. Of a
+    path only the file's name counts: a project may be moved, and what its files hold is compared by
+    content, by the rules.
     """
     lines = []
     old, new = before["arms"], after["arms"]
@@ -147,9 +148,10 @@ def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         kept = {key: value for key, value in document.items() if key != "arms"}
         kept |= {f"arms.{arm}": document["arms"][arm] for arm in shared}
         sides.append(dict(_leaves(kept)))
+    known = {_field(leaf) for leaf in sides[0]}
     for leaf in dict.fromkeys([*sides[0], *sides[1]]):
         a, b = (json.dumps(_named(leaf, side.get(leaf))) for side in sides)
-        if a != b and (leaf in sides[0] or not _is_default(leaf, sides[1][leaf])):
+        if a != b and (leaf in sides[0] or _field(leaf) in known):
             lines.append(f"{leaf}: {a} -> {b}")
     return lines
 
@@ -160,14 +162,12 @@ def _named(leaf: str, value: Any) -> Any:
     return Path(value).name if is_path else value
 
 
-def _is_default(leaf: str, value: Any) -> bool:
-    """Whether `arms.<arm>.<field>` has the field's default."""
-    if leaf == "baseline":
-        return True  # the first version compared with the first arm
-    for name, info in field_types().items():
-        if leaf.endswith(f".{name}"):
-            return bool(info.get_default(call_default_factory=True) == value) or value is None
-    return False
+def _field(leaf: str) -> str:
+    """`optimizer.lr` of `arms.a.optimizer.lr`, whatever the arm is called."""
+    fields = (
+        name for name in field_types() if leaf.startswith("arms.") and leaf.endswith(f".{name}")
+    )
+    return max(fields, key=len, default=leaf)
 
 
 def folder_of(name: str, store: Store) -> Path:
