@@ -193,6 +193,16 @@ def test_text_is_shown_and_never_obeyed(text: str, tmp_path: Path) -> None:
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069]", shown)
 
 
+def test_addresses_become_no_links_by_themselves() -> None:
+    """Forges link what looks like an address, and draw what looks like the name of a picture."""
+    said = markdown.text("http://outside/ www.outside.org javascript:x :smile: 10:00:00+00:00")
+    expected = "http\\://outside/ www\\.outside.org javascript:x \\:smile: 10:00:00+00:00"
+    assert said == expected
+    (token,) = [one for one in parsed(said) if one.type == "inline"]
+    shown = "".join(part.content for part in token.children)
+    assert shown == said.replace("\\", "")
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=80))
 def test_any_text_reads_the_same_in_both_formats(text: str) -> None:
