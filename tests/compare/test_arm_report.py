@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from workbench.arms_command import ArmsRequest, single_pair, tuning_runs, with_s
 from workbench.commands import call
 from workbench.compare import compare_arms, render_arms, write_arms_report
 from workbench.compare.arm_report import render_arms_markdown
+from workbench.compare.arm_tidy import tidy_arms_csv
 from workbench.errors import UserError
 from workbench.track.store import Store
 
@@ -84,7 +87,12 @@ def test_a_refusal_shows_no_number_and_no_winner(home: Path, tmp_path: Path) -> 
     arms = {"gqa": arm(home, "gqa"), "mha": arm(home, "mha")[:1]}
     comparison = write_arms_report(compare_arms(arms, treatment=["model"]), tmp_path)
     assert comparison.report is not None
-    assert {path.suffix for path in comparison.report.iterdir()} == {".md", ".html", ".json"}
+    assert {path.suffix for path in comparison.report.iterdir()} == {
+        ".md",
+        ".html",
+        ".json",
+        ".csv",
+    }
     markdown = (comparison.report / "report.md").read_text()
     assert markdown.startswith("# mha against gqa: REFUSED for nll")
     assert "**seeds**: unequal numbers of seeds: {1, 2} against {1}" in markdown
@@ -182,3 +190,42 @@ def test_the_command_line(
     ):
         with pytest.raises(UserError, match=words):
             call(["compare", *wrong])
+
+
+def test_the_table_of_arms_has_every_number_once(home: Path) -> None:
+    arms = {"gqa": arm(home, "gqa"), "mha": arm(home, "mha"), "mixed": arm(home, "mixed")}
+    comparison = compare_arms(arms, treatment=["model"])
+    rows = list(csv.DictReader(io.StringIO(tidy_arms_csv(comparison))))
+    names = ("metric", "quantity", "arm", "run", "tokens", "interval")
+    keys = [tuple(row[name] for name in names) for row in rows]
+    assert len(set(keys)) == len(keys)
+    found = dict(zip(keys, rows, strict=True))
+    at = str(comparison.at)
+    for pair in comparison.pairs:
+        assert pair.results is not None
+        number = pair.results.numbers["held_out/nll"]
+        for one, values, mean in ((pair.a, number.a, number.mean_a), (pair.b, number.b, None)):
+            for side, value in zip(one.runs, values, strict=True):
+                row = found["held_out/nll", "value", one.name, side.name, at, ""]
+                assert (float(row["value"]), row["seed"]) == (value, side.name[-1])
+            row = found["held_out/nll", "mean", one.name, "", at, ""]
+            assert mean is None or float(row["value"]) == mean
+        said = f"{pair.b.name} - gqa"
+        seeds = found["held_out/nll", "difference", said, "", at, "seeds"]
+        documents = found["held_out/nll", "difference", said, "", at, "documents"]
+        assert number.seeds is not None
+        assert number.documents is not None
+        for row, ends in ((seeds, number.seeds.interval), (documents, number.documents.interval)):
+            assert (float(row["low"]), float(row["high"])) == ends
+            assert float(row["value"]) == number.difference
+            assert float(row["level"]) == number.level
+        assert (seeds["n"], documents["n"]) == ("2", "12")
+        assert float(seeds["p"]) == number.seeds.p
+        assert float(seeds["p_adjusted"]) == number.p_adjusted
+
+
+def test_the_table_of_a_refused_pair_of_arms_has_its_head_alone(home: Path) -> None:
+    wrong = [*arm(home, "mha")[:1], home / "runs" / "mixed-s1"]  # one seed twice
+    comparison = compare_arms({"gqa": arm(home, "gqa"), "twice": wrong}, treatment=["model"])
+    assert comparison.verdict == "refused"
+    assert tidy_arms_csv(comparison).count("\n") == 1

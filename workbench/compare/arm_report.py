@@ -19,6 +19,7 @@ from workbench.compare.arm_sentences import (
     title,
     verdict_sentence,
 )
+from workbench.compare.arm_tidy import tidy_arms_csv
 from workbench.compare.arms import ArmPair, ArmsComparison
 from workbench.compare.document import (
     Block,
@@ -32,7 +33,7 @@ from workbench.compare.document import (
     paragraph,
 )
 from workbench.compare.held_out import held_out_section
-from workbench.compare.report_folder import DATA, MARKDOWN, PAGE, put_report, safe
+from workbench.compare.report_folder import DATA, MARKDOWN, PAGE, TABLE, put_report, safe
 from workbench.compare.results import BOOTSTRAP_SEED
 from workbench.compare.sentences import verdicts
 from workbench.compare.stats import DRAWS
@@ -56,6 +57,7 @@ def write_arms_report(comparison: ArmsComparison, reports: Path) -> ArmsComparis
         html = page.render(blocks, title(comparison), new)
         data = json.dumps(_data(comparison), indent=1, allow_nan=False)
         texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: f"{data}\n"}
+        texts[TABLE] = tidy_arms_csv(comparison)
         for name, text in texts.items():
             # Half of a surrogate pair is no text: it is written as its number.
             (new / name).write_bytes(text.encode("utf-8", "backslashreplace"))

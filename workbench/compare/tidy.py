@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from workbench.compare.pair import Comparison
@@ -19,7 +19,7 @@ from workbench.track.record import strict
 COLUMNS = (
     "claim",
     "metric",
-    "quantity",  # value, or difference (second arm minus first)
+    "quantity",  # value, mean (over the seeds of an arm), or difference (second arm minus first)
     "arm",
     "run",
     "seed",
@@ -32,6 +32,8 @@ COLUMNS = (
     "level",
     "interval",  # what it is drawn over
     "n",
+    "p",
+    "p_adjusted",
     "note",
 )
 
@@ -40,10 +42,15 @@ Row = dict[str, Any]
 
 def tidy_csv(comparison: Comparison) -> str:
     """Every number of the comparison, as CSV with a head; of a refused one the head alone."""
+    return write_rows(_rows(comparison))
+
+
+def write_rows(rows: Iterable[Row]) -> str:
+    """The rows as CSV with a head."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
-    for row in _rows(comparison):
+    for row in rows:
         writer.writerow({key: _cell(value) for key, value in row.items()})
     return out.getvalue()
 
