@@ -203,7 +203,7 @@ def test_addresses_become_no_links_by_themselves() -> None:
     assert shown == said.replace("\\", "")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80))
 def test_any_text_reads_the_same_in_both_formats(text: str) -> None:
     """The reference is another reader of Markdown: what it finds is what the page says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterable, Sequence
 
@@ -133,11 +134,11 @@ def _inline(part: doc.Inline) -> str:
 def _fit(value: str, width: int) -> str:
     """Escaped text of at most `width` characters; never cut inside an escape."""
     value = doc.plain(value).strip()
-    shown, kept = text(value), len(value)
-    while len(shown) > width and kept > 0:
-        kept -= 1
-        shown = text(value[:kept]) + "…"
-    return shown
+    if len(whole := text(value)) <= width:
+        return whole
+    # The more is kept, the longer it is.
+    kept = bisect.bisect_right(range(len(value)), width - 1, key=lambda n: len(text(value[:n])))
+    return text(value[: max(0, kept - 1)]) + "…"
 
 
 def _pad(cell: str, width: int, right: bool) -> str:
