@@ -209,4 +209,6 @@ def _data(comparison: ArmsComparison) -> object:
         }
         for pair in comparison.pairs
     }
-    return strict(comparison.to_json() | {"key": comparison.key, "series": series})
+    place = comparison.report.name if comparison.report else None  # wherever the folder is moved
+    about = {"report": place, "key": comparison.key, "series": series}
+    return strict(comparison.to_json() | about)
