@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from workbench.compare.scores import read_scores
-from workbench.compare.stats import document_interval
+from workbench.compare.stats import document_interval, document_intervals
 from workbench.errors import UserError
 
 
@@ -18,12 +18,34 @@ def rng() -> np.random.Generator:
 
 
 def test_two_documents_by_hand() -> None:
-    """Of two documents a draw holds AA, AB or BB: 1/4, 1/2, 1/4, so the ends are those two."""
+    """1/10 and 30/100 have the ratio of sums 31/110, not the mean of ratios (0.2). The residuals
+    are -20/11 and 20/11, the standard error 4/121; t(0.975, 1) = 12.7062 (tables)."""
     difference, weight = np.array([1.0, 30.0]), np.array([10.0, 100.0])
-    assert document_interval(difference, weight, rng()) == pytest.approx((0.1, 0.3))
-    # The middle half lies on AB: the ratio of sums, not the mean of the ratios (0.2).
-    middle = document_interval(difference, weight, rng(), level=0.4)
-    assert middle == pytest.approx((31 / 110, 31 / 110))
+    half = 12.7062 * 4 / 121
+    found = document_interval(difference, weight, rng())
+    assert found == pytest.approx((31 / 110 - half, 31 / 110 + half), abs=1e-5)
+
+
+def test_bootstrap_t_is_scipys() -> None:
+    """Of equal lengths the ratio is a mean: its t statistics under the same draws, one by one."""
+    from scipy import stats
+
+    values, draws = np.random.default_rng(0).gamma(0.5, 1.0, 20), 401
+    places = rng().integers(0, 20, (draws, 20))
+    found = [stats.ttest_1samp(values[one], values.mean()).statistic for one in places]
+    low, high = np.quantile(found, [0.025, 0.975], method="inverted_cdf")
+    error = stats.sem(values)
+    expected = values.mean() - high * error, values.mean() - low * error
+    assert document_interval(values, np.ones(20), rng(), draws=draws) == pytest.approx(expected)
+
+
+def test_differences_of_the_same_documents_share_their_draws() -> None:
+    values, weight = np.random.default_rng(0).normal(0, 1, 30), np.arange(1.0, 31.0)
+    alone = document_interval(values, weight, rng())
+    both = document_intervals([np.full(30, math.nan), values, 2 * values], [weight] * 3, rng())
+    assert both[0] is None
+    assert both[1] == pytest.approx(alone)
+    assert both[2] == pytest.approx([2 * end for end in alone or ()])
 
 
 def test_equal_differences_per_token_leave_no_width() -> None:

@@ -29,7 +29,7 @@ from workbench.compare.results import (
     training_numbers,
 )
 from workbench.compare.seeds import Design, SeedTest, bands, seed_test
-from workbench.compare.stats import LEVEL, Floats, document_interval
+from workbench.compare.stats import LEVEL, Floats, document_intervals
 from workbench.spec.checklist import Claim
 
 Values = tuple[float | None, ...]
@@ -164,6 +164,7 @@ def arm_results(
     refused: Mapping[Claim, str],
     design: Design,
     level: float = LEVEL,
+    over_documents: bool = True,
 ) -> ArmResults:
     """The numbers of two arms at `tokens`, those of refused claims blank.
 
@@ -172,6 +173,7 @@ def arm_results(
         b: those of the second; where the design is paired, of the same seeds in the same order.
         refused: claim -> the rules that refuse it.
         level: of every interval.
+        over_documents: whether to draw the intervals over documents, which take longest.
     """
     runs = [*a, *b]
     numbers: dict[str, ArmNumber] = {}
@@ -188,6 +190,7 @@ def arm_results(
         return _tested(ArmNumber(first, second, unit, claim, what, level=level), design)
 
     for name in evaluated_sets(*(run.metrics for run in runs)):
+        means: dict[str, DocumentMeans | str] = {}
         what = set_words(name, runs[0].record)
         for score, unit in SCORES.items():
             claim: Claim = "nll" if score == "nll" else "bpb"
@@ -197,10 +200,10 @@ def arm_results(
             if claim in refused:
                 continue
             series[metric] = _series(a, b, metric, unit, tokens, design, level)
-            means = document_means(a, b, name, score, tokens)
-            numbers[metric] = _over_documents(numbers[metric], means)
-            if isinstance(means, DocumentMeans):
-                documents[metric] = means
+            if over_documents:
+                means[metric] = document_means(a, b, name, score, tokens)
+        numbers |= _over_documents(numbers, means)
+        documents |= {key: one for key, one in means.items() if isinstance(one, DocumentMeans)}
         values = [measured_at(run, f"{name}/perplexity", tokens) for run in runs]
         numbers[f"{name}/perplexity"] = number(values, "1", "exp of the NLL", claim="nll")
         if all(f"{name}/clean_nll" in run.metrics for run in runs):
@@ -232,16 +235,34 @@ def _tested(number: ArmNumber, design: Design) -> ArmNumber:
     return replace(number, seeds=test)
 
 
-def _over_documents(number: ArmNumber, means: DocumentMeans | str) -> ArmNumber:
-    """The number with its interval over documents: the trained models are held fixed."""
-    if isinstance(means, str):
-        return replace(number, no_documents=means)
-    rng = np.random.default_rng([BOOTSTRAP_SEED, means.tokens])
-    found = document_interval(means.b - means.a, means.weight, rng, level=number.level)
-    if found is None:
-        few = "there are fewer than two documents, or some that nothing can be drawn from"
-        return replace(number, no_documents=few)
-    return replace(number, documents=Documents(len(means.weight), found))
+def _over_documents(
+    numbers: dict[str, ArmNumber], means: Mapping[str, DocumentMeans | str]
+) -> dict[str, ArmNumber]:
+    """The numbers of one set with their intervals over documents: the models are held fixed."""
+    found = {
+        metric: replace(numbers[metric], no_documents=why)
+        for metric, why in means.items()
+        if isinstance(why, str)
+    }
+    drawn = {metric: one for metric, one in means.items() if isinstance(one, DocumentMeans)}
+    if not drawn:
+        return found
+    # A generator of its own for each set and point: the interval does not depend on the others.
+    rng = np.random.default_rng([BOOTSTRAP_SEED, next(iter(drawn.values())).tokens])
+    intervals = document_intervals(
+        [one.b - one.a for one in drawn.values()],
+        [one.weight for one in drawn.values()],
+        rng,
+        level=numbers[next(iter(drawn))].level,
+    )
+    for (metric, one), interval in zip(drawn.items(), intervals, strict=True):
+        if interval is None:
+            few = "there are fewer than two documents, or some that nothing can be drawn from"
+            found[metric] = replace(numbers[metric], no_documents=few)
+        else:
+            documents = Documents(len(one.weight), interval)
+            found[metric] = replace(numbers[metric], documents=documents)
+    return found
 
 
 def _series(

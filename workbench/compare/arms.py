@@ -194,6 +194,7 @@ def compare_arms(
     planned: Mapping[str, Sequence[int]] | None = None,
     tuning: Mapping[str, int] | None = None,
     statuses: Mapping[Path, Status] | None = None,
+    over_documents: bool = True,
 ) -> ArmsComparison:
     """Compares arms of finished runs, every one with the baseline.
 
@@ -211,6 +212,8 @@ def compare_arms(
         tuning: arm -> how many other runs there are of its model.
         statuses: folder -> the status of its run now, where the caller knows better than the record
             (a run that died still says RUNNING).
+        over_documents: whether to draw the intervals over documents too, which take longest and
+            decide nothing.
 
     Raises:
         UserError: there are fewer than two arms or an empty one, a folder holds no run record, a
@@ -225,7 +228,8 @@ def compare_arms(
     for side in every:
         check_record(side.folder, side.record)
     tokens = _common_point(every, at)
-    data = {id(side): read_run(side.folder, side.record) for side in every}
+    scored_at = None if over_documents else ()
+    data = {id(side): read_run(side.folder, side.record, scored_at) for side in every}
     facts = _facts(every, data, tokens)
 
     built = {
@@ -253,7 +257,9 @@ def compare_arms(
             blanked = refusing(judgement)
             if any(is_smoke_test(side.record.spec) for side in (*base.runs, *other.runs)):
                 blanked |= dict.fromkeys(("nll", "bpb"), SMOKE_TEST)  # whatever is allowed
-            results = arm_results(base.data, other.data, tokens, blanked, sets.design, adjusted)
+            results = arm_results(
+                base.data, other.data, tokens, blanked, sets.design, adjusted, over_documents
+            )
         shown = tuple({**one[0].facts, "seed": _seeds_shown(one)} for one in judged)
         pairs.append(
             ArmPair(base, other, judgement, sets, asked, (shown[0], shown[1]), results, primary)

@@ -8,16 +8,20 @@ its spec, the columns that repeat a number, and the score of every document.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from workbench.compare.evidence import UNTOUCHED
 from workbench.compare.scores import BYTES, TOKENS, SetScores, read_scores, scores_path
+from workbench.compare.table import Table, read_table
 from workbench.errors import UserError
 from workbench.spec.held_out import logged_name
-from workbench.track.journal import legacy_cells, perplexity, read_metrics
+from workbench.track.journal import legacy_cells, perplexity
 from workbench.track.record import NotApplicable, RunRecord, SetFacts, strict
 
 Metrics = Mapping[str, Sequence[float | None]]
@@ -39,22 +43,26 @@ class RunData:
     scores: Mapping[int, Scores]
 
 
-def read_run(folder: Path, record: RunRecord) -> RunData:
+def read_run(folder: Path, record: RunRecord, scored_at: Container[int] | None = None) -> RunData:
     """The measurements of a run whose record has been checked.
+
+    Args:
+        scored_at: the token counts of the evaluations whose scores are read; by default all.
 
     Raises:
         UserError: the metrics or the scores are missing, damaged, or contradict one another or the
             record; names the file and the step.
     """
     path = folder / "metrics.csv"
-    metrics = read_metrics(path)
+    metrics = read_table(path)
     table = _Table(path, metrics)
     lines = table.lines(record)
     table.require_rows(record, lines)
     _check_sets(table, record)
     scores = {}
     for point in record.points:
-        found = read_scores(scores_path(folder, point.step))
+        wanted = scored_at is None or point.tokens in scored_at
+        found = read_scores(scores_path(folder, point.step)) if wanted else None
         if found is not None:
             scores[point.step] = found
         for asked, facts in record.effective.evaluation.items():
@@ -72,7 +80,7 @@ def read_run(folder: Path, record: RunRecord) -> RunData:
 class _Table:
     """`metrics.csv` with the place of every cell."""
 
-    def __init__(self, path: Path, metrics: Metrics) -> None:
+    def __init__(self, path: Path, metrics: Table) -> None:
         self.path, self.metrics = path, metrics
 
     def error(self, line: int, message: str, value: Any = None, allowed: str = "") -> UserError:
@@ -97,6 +105,7 @@ class _Table:
             raise UserError.at(str(self.path), "there is no column `tokens`", None, UNTOUCHED)
         lines: dict[int, int] = {}
         last, end = -1, record.run_spec.training.steps
+        counts = self.metrics["tokens"]
         for line, value in enumerate(self.metrics["step"]):
             if value is None or not math.isfinite(value) or value != int(value):
                 raise self.error(line, "not a step", value, "a whole number")
@@ -107,7 +116,7 @@ class _Table:
                 raise self.error(line, "steps must increase", step, f"above {last}")
             if end and step > end:
                 raise self.error(line, "the run has no such step", step, f"at most {end}")
-            tokens, expected = self.metrics["tokens"][line], step * record.tokens_per_step
+            tokens, expected = counts[line], step * record.tokens_per_step
             if tokens != expected:
                 message = "these are not the tokens of this step"
                 raise self.error(line, message, tokens, str(expected))
@@ -120,16 +129,31 @@ class _Table:
         for point in record.points:
             if point.step not in lines:
                 raise self.missing(point.step, "the record says was evaluated")
+        if not record.resumes and self._has_logged(record, lines):
+            return
         for step in _logged(record, max(lines, default=0)):
             if step not in lines:
                 raise self.missing(step, "the spec logs")
             if self.cell("train/nll", lines[step]) is None:
                 raise self.error(lines[step], "there is no train/nll, which the spec logs")
 
+    def _has_logged(self, record: RunRecord, lines: Mapping[int, int]) -> bool:
+        """Whether every step of one cadence has its row and its number."""
+        spec, last = record.run_spec, max(lines, default=0)
+        due = set(range(spec.telemetry.log_steps, last + 1, spec.telemetry.log_steps))
+        if every := spec.evaluation.eval_steps:
+            due |= set(range(every, last + 1, every))
+        due |= {1} if last >= 1 else set()
+        if not due <= lines.keys() or "train/nll" not in self.metrics:
+            return False
+        measured = self.metrics.known("train/nll")
+        return bool(measured[[lines[step] for step in due]].all())
+
     def check_repeats(self, lines: Mapping[int, int]) -> None:
         """Columns that repeat a number, or come from one, say what it says."""
         known = {name.removesuffix("/nll") for name in self.metrics if name.endswith("/nll")}
-        for line in lines.values():
+        doubtful = self._doubtful(known - {"train"})
+        for line in (line for line in lines.values() if doubtful[line]):
             row = {name: column[line] for name, column in self.metrics.items()}
             expected: dict[str, float | None] = dict(legacy_cells(row))
             for name in known - {"train"}:
@@ -140,6 +164,28 @@ class _Table:
                 if name in row and not _agree(row[name], value):
                     message = f"{name} is not what the other columns of its row make it"
                     raise self.error(line, message, row[name], str(strict(value)))
+
+    def _doubtful(self, sets: set[str]) -> npt.NDArray[np.bool_]:
+        """[L] the lines in which a repeated number may not agree: all that do not, and few more."""
+        found = np.zeros(len(self.metrics["step"]), dtype=bool)
+        pairs = [("train_loss", "train/nll", False), ("train_ppl", "train/nll", True)]
+        pairs += [("eval_loss", "held_out/nll", False), ("tok_s", "tokens_per_s", False)]
+        pairs += [("total_loss", "train/objective", False)]
+        has_ppl = "held_out/perplexity" in self.metrics
+        source = "held_out/perplexity" if has_ppl else "held_out/nll"
+        pairs += [("eval_ppl", source, not has_ppl)]
+        pairs += [(f"{name}/perplexity", f"{name}/nll", True) for name in sets]
+        for twin, origin, is_exp in pairs:
+            if twin not in self.metrics or origin not in self.metrics:
+                continue
+            given, value = self.metrics.numbers(twin), self.metrics.numbers(origin)
+            with np.errstate(over="ignore", invalid="ignore"):
+                expected = np.exp(value) if is_exp else value
+                near = np.abs(given - expected) <= RELATIVE / 2 * np.abs(expected)
+            alike = near | (given == expected) | (np.isnan(given) & np.isnan(expected))
+            alike &= self.metrics.known(twin) == self.metrics.known(origin)
+            found |= ~alike
+        return found
 
 
 def _logged(record: RunRecord, last: int) -> Iterator[int]:

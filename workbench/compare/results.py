@@ -18,6 +18,7 @@ from workbench.compare.details import Details, details_of
 from workbench.compare.measurements import Metrics, RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, scores_path
 from workbench.compare.stats import DRAWS, document_interval
+from workbench.compare.table import Table
 from workbench.spec.checklist import Claim
 from workbench.spec.held_out import logged_name, overlap_words
 from workbench.track.record import RunRecord
@@ -222,6 +223,11 @@ def _evaluations(metrics: Metrics, metric: str) -> dict[int, tuple[int, float]]:
     """Tokens -> (step, value) of every row that measured the metric."""
     if metric not in metrics or "tokens" not in metrics:
         return {}
+    if isinstance(metrics, Table):
+        measured = metrics.known(metric) & metrics.known("tokens") & metrics.known("step")
+        columns = [metrics.numbers(name)[measured] for name in ("tokens", "step", metric)]
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        return {int(tokens): (int(step), value) for tokens, step, value in values}
     rows = zip(metrics["tokens"], metrics["step"], metrics[metric], strict=True)
     return {
         int(tokens): (int(step), value)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from workbench.compare.arrow import floats_of
 from workbench.compare.evidence import UNTOUCHED
 from workbench.compare.stats import Floats
 from workbench.errors import UserError
@@ -35,11 +38,7 @@ class SetScores:
     @property
     def sha256(self) -> str | None:
         """The identity of the set: SHA-256 over the hashes of its documents in order."""
-        try:
-            hashes = b"".join(map(bytes.fromhex, self.documents))
-        except ValueError:
-            return None
-        return hashlib.sha256(hashes).hexdigest()
+        return _identity(self.documents)
 
     @property
     def nll(self) -> float:
@@ -70,6 +69,15 @@ class SetScores:
         return sums
 
 
+@lru_cache(maxsize=8)
+def _identity(documents: tuple[str, ...]) -> str | None:
+    try:
+        hashes = b"".join(map(bytes.fromhex, documents))
+    except ValueError:
+        return None
+    return hashlib.sha256(hashes).hexdigest()
+
+
 def scores_path(folder: Path, step: int) -> Path:
     """Where the per-document scores of an evaluation are kept."""
     return folder / "evaluations" / f"step_{step:08d}.parquet"
@@ -89,8 +97,9 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
         # Not `read_table`, which imports pandas.
         with parquet.ParquetFile(path) as file:
             known = [*_COLUMNS, *({_INDEX, _CLEAN} & set(file.schema_arrow.names))]
-            table = file.read(columns=known).to_pydict()
-        owners, documents, *numbers = (table[column] for column in _COLUMNS)
+            table = file.read(columns=known)
+        owners = _texts(table.column("set"))
+        numbers = [floats_of(table.column(name)) for name in _COLUMNS[2:]]
         rows = np.array(numbers, dtype=np.float64).T.reshape(-1, 3)
     except Exception as error:  # pyarrow raises many kinds for a damaged file
         message = f"not a table of document scores: {error}"
@@ -100,12 +109,24 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
         message = "no document can have so many scored tokens"
         raise UserError.at(str(path), message, wrong[0], "0 or more")
     found: dict[str, SetScores] = {}
-    for name in dict.fromkeys(owners):
-        places = [place for place, owner in enumerate(owners) if owner == name]
-        order = [table[_INDEX][place] for place in places] if _INDEX in table else None
-        if order not in (None, list(range(len(places)))):
+    for name in dict.fromkeys(owners.tolist()):
+        places = np.flatnonzero(owners == name)
+        mine = table.take(places) if len(places) < len(owners) else table
+        if _INDEX in known and mine.column(_INDEX).to_pylist() != list(range(len(places))):
             message = f"the documents of {name} are not in the order of the set"
             raise UserError.at(str(path), message, None, UNTOUCHED)
-        clean = tuple(table[_CLEAN][i] for i in places) if _CLEAN in table else ()
-        found[name] = SetScores(tuple(str(documents[i]) for i in places), rows[places], clean)
+        clean = tuple(mine.column(_CLEAN).to_pylist()) if _CLEAN in known else ()
+        documents = _shared(tuple(map(str, mine.column("document").to_pylist())))
+        found[name] = SetScores(documents, rows[places], clean)
     return found
+
+
+def _texts(column: Any) -> Any:
+    """[M] the values of a column of texts."""
+    return np.array(column.to_pylist(), dtype=object)
+
+
+@lru_cache(maxsize=8)
+def _shared(documents: tuple[str, ...]) -> tuple[str, ...]:
+    """One tuple for all evaluations of the same documents."""
+    return documents

@@ -5,6 +5,9 @@ Sizes: D documents, R bootstrap draws.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +16,7 @@ Floats = npt.NDArray[np.float64]
 LEVEL = 0.95
 DRAWS = 10_000
 _CHUNK = 2_000_000  # document weights held at once
+_FEW = 8  # documents, below which too many draws repeat one document for their spread to be one
 
 
 def document_interval(
@@ -23,11 +27,14 @@ def document_interval(
     draws: int = DRAWS,
     level: float = LEVEL,
 ) -> tuple[float, float] | None:
-    """A percentile bootstrap interval of sum(difference) / sum(weight) over documents.
+    """A bootstrap interval of sum(difference) / sum(weight) over documents.
 
     Whole documents are drawn with replacement, both runs together (paired), so that tokens of one
-    document stay together and a long document weighs by its tokens: a cluster bootstrap of a ratio
-    (Efron and Tibshirani 1993, chapters 8 and 13).
+    document stay together and a long document weighs by its tokens: a cluster bootstrap of a ratio.
+    The ends are those of the bootstrap t (Efron and Tibshirani 1993, section 12.5) with the
+    linearised standard error of a ratio (Cochran 1977, section 6.3), which keeps its level where
+    documents are skewed and of unequal length; the percentile and BCa intervals fall below it. Of
+    fewer than 8 documents it is the t interval of that standard error, drawn from nothing.
 
     Args:
         difference: [D] summed NLL of the second run minus that of the first, in nats.
@@ -37,16 +44,86 @@ def document_interval(
         The interval in nats per unit of weight; None for fewer than two documents, or values that
         are not finite, of which nothing can be drawn.
     """
-    documents = len(difference)
-    finite = np.isfinite(difference).all() and np.isfinite(weight).all()
-    if documents < 2 or not finite or weight.min() <= 0:
-        return None
-    even = np.full(documents, 1 / documents)
-    ratios = []
-    for start in range(0, draws, max(1, _CHUNK // documents)):
-        size = min(max(1, _CHUNK // documents), draws - start)
-        times = rng.multinomial(documents, even, size=size)  # [R, D] how often each was drawn
-        ratios.append((times @ difference) / (times @ weight))
-    tail = (1 - level) / 2
-    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
-    return float(low), float(high)
+    return document_intervals([difference], [weight], rng, draws=draws, level=level)[0]
+
+
+def document_intervals(
+    differences: Sequence[Floats],
+    weights: Sequence[Floats],
+    rng: np.random.Generator,
+    *,
+    draws: int = DRAWS,
+    level: float = LEVEL,
+) -> list[tuple[float, float] | None]:
+    """`document_interval` of several differences of the same documents, with the same draws."""
+    found: list[tuple[float, float] | None] = [None] * len(differences)
+    drawn: dict[int, _Ratio] = {}
+    for index, (difference, weight) in enumerate(zip(differences, weights, strict=True)):
+        finite = np.isfinite(difference).all() and np.isfinite(weight).all()
+        if len(difference) < 2 or not finite or weight.min() <= 0:
+            continue
+        ratio = _Ratio(difference, weight)
+        if len(difference) < _FEW or ratio.error <= _ROUNDING * abs(ratio.value):
+            found[index] = ratio.t_interval(level)
+        else:
+            drawn[index] = ratio
+    if drawn:
+        tails = _draw_tails(list(drawn.values()), rng, draws, (1 - level) / 2)
+        for (index, ratio), (low, high) in zip(drawn.items(), tails, strict=True):
+            found[index] = ratio.value - high * ratio.error, ratio.value - low * ratio.error
+    return found
+
+
+_ROUNDING = 1e-12  # of a ratio: a standard error below it is one of floating point
+
+
+class _Ratio:
+    """The ratio of two sums over D documents, its linearised standard error, and [D, 5] what has to
+    be summed over drawn documents for the same of them."""
+
+    def __init__(self, difference: Floats, weight: Floats) -> None:
+        self.documents = len(difference)
+        self.value = float(difference.sum() / weight.sum())
+        rest = difference - self.value * weight  # so that nothing large cancels
+        self.columns = np.stack([rest, weight, rest**2, rest * weight, weight**2], axis=1)
+        sums = float((rest**2).sum()) * self.documents / (self.documents - 1)
+        self.error = math.sqrt(sums) / float(weight.sum())
+
+    def t_interval(self, level: float) -> tuple[float, float]:
+        """The interval that draws nothing."""
+        from scipy import stats
+
+        half = float(stats.t.ppf((1 + level) / 2, self.documents - 1)) * self.error
+        return self.value - half, self.value + half
+
+    def statistics(self, sums: Floats) -> Floats:
+        """[R] the t statistic of every draw from its sums [R, 5]."""
+        rest, weight, rest2, cross, weight2 = sums.T
+        shift = rest / weight
+        squares = np.maximum(rest2 - 2 * shift * cross + shift**2 * weight2, 0.0)
+        error = np.sqrt(squares * self.documents / (self.documents - 1)) / weight
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(shift == 0, 0.0, shift / error)
+
+
+def _draw_tails(
+    ratios: Sequence[_Ratio], rng: np.random.Generator, draws: int, tail: float
+) -> list[tuple[float, float]]:
+    """The lower and upper quantile of every ratio's t statistic under the bootstrap."""
+    documents = ratios[0].documents
+    columns = np.concatenate([ratio.columns for ratio in ratios], axis=1)  # [D, 5 P]
+    found: list[list[Floats]] = [[] for _ in ratios]
+    rows = max(1, _CHUNK // documents)
+    for start in range(0, draws, rows):
+        size = min(rows, draws - start)
+        places = rng.integers(0, documents, (size, documents))
+        places += np.arange(size)[:, None] * documents
+        times = np.bincount(places.ravel(), minlength=size * documents)  # how often each was drawn
+        sums = times.reshape(size, documents).astype(np.float64) @ columns
+        for index, ratio in enumerate(ratios):
+            found[index].append(ratio.statistics(sums[:, 5 * index : 5 * index + 5]))
+    ends = []
+    for one in found:
+        low, high = np.quantile(np.concatenate(one), [tail, 1 - tail], method="inverted_cdf")
+        ends.append((float(low), float(high)))
+    return ends
