@@ -34,8 +34,10 @@ LAYERS: dict[str, set[str]] = {
         "workbench.plan",
         "workbench.track",
         "workbench.compare",
+        "workbench.live",
         "workbench.errors",
     },
+    "workbench.live": set(),
     "workbench.errors": set(),
 }
 

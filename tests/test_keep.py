@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from tiny_runs import tiny_spec, untracked_run
 from track.tracked_runs import assert_equal_to_file
 
@@ -139,3 +143,53 @@ def test_sync_brings_mlflow_up_to_date_once(
     assert target.client.get_run(position.run_id).info.status == "FINISHED"
     assert len(target.client.search_runs([target.experiment_id])) == 1
     assert wb("sync", "nobody")[0] == 2
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """MLflow's own server, over a database of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    command += ["--artifacts-destination", str(tmp_path / "served")]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (tmp_path / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        while not _answers(f"{address}/health"):
+            assert process.poll() is None, (tmp_path / "server.log").read_text()
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        return requests.get(address, timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+@pytest.mark.slow
+def test_a_server_gets_the_run_and_standard_output_holds_the_answer_alone(
+    outcome: RunOutcome, tmp_path: Path, server: str
+) -> None:
+    variables = {"WB_HOME": str(tmp_path / "mlruns"), "MLFLOW_TRACKING_URI": server}
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench", "sync", "tiny", "--json"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"runs": {"tiny": "complete"}}
+    target = connect(server, Store(tmp_path / "mlruns"), "workbench")
+    assert_equal_to_file(target, outcome.folder)

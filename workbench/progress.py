@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from workbench.core.train import StepResult
+from workbench.live import Display
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-class Reporter:
+class Reporter(Display):
     """Shows the steps and evaluations of one run on standard error.
 
     On a terminal a bar with step, loss, tokens/s and time left stands below the lines; elsewhere
@@ -21,10 +20,11 @@ class Reporter:
     not known.
     """
 
+    _shown: Progress | None
+
     def __init__(self, steps: int | None, quiet: bool = False) -> None:
+        super().__init__(quiet)
         self._steps = steps
-        self._quiet = quiet
-        self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._seconds = 0.0
         self._tokens = 0.0
@@ -34,7 +34,7 @@ class Reporter:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self._bar = Progress(
+            self._shown = Progress(
                 TextColumn("step {task.completed:.0f}" + self._of()),
                 BarColumn(),
                 TextColumn("{task.fields[loss]}"),
@@ -42,34 +42,9 @@ class Reporter:
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task("train", total=self._steps, loss="", speed="")
-            self._bar.start()
+            self._task = self._shown.add_task("train", total=self._steps, loss="", speed="")
+            self._shown.start()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.stop()
-
-    def say(self, line: str) -> None:
-        """One line above the bar.
-
-        Where nobody can read it any more (a closed terminal, a full disk) the run goes on silently.
-        """
-        if self._quiet:
-            return
-        try:
-            if self._bar is not None:
-                self._bar.console.print(line, highlight=False, markup=False)
-            else:
-                print(line, file=sys.stderr, flush=True)
-        except OSError:
-            self._quiet = True
 
     def step(self, result: StepResult, logged: bool) -> None:
         """One update has been made."""
@@ -77,9 +52,9 @@ class Reporter:
         tokens = result.tokens / result.step
         self._tokens = 0.9 * self._tokens + tokens if self._tokens else tokens
         speed = self._tokens / self._seconds
-        if self._bar is not None and self._task is not None:
+        if self._shown is not None and self._task is not None:
             loss, rate = f"train nll {result.nll:.4f}", f"{speed:,.0f} tokens/s"
-            self._bar.update(self._task, completed=result.step, loss=loss, speed=rate)
+            self._shown.update(self._task, completed=result.step, loss=loss, speed=rate)
         elif logged:
             left = ""
             if self._steps is not None:

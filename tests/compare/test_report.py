@@ -114,7 +114,7 @@ def test_a_comparable_pair(runs: Path, tmp_path: Path) -> None:
     assert all(len(line) <= WIDTH for line in tables_of(markdown))
     assert "wb compare base mha --treatment model" in markdown
     document = json.loads((comparison.report / "results.json").read_text())
-    assert document["report"] == str(comparison.report)
+    assert document["report"] == comparison.report.name
     assert document["series"]["held_out/nll"]["tokens"][-1] == 1_024_000
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import math
@@ -19,7 +20,7 @@ from small_studies import ARMS, train_planned, write_study
 from workbench import commands
 from workbench.answers import Answer
 from workbench.compare.document import Code
-from workbench.errors import UserError
+from workbench.errors import StoreError, UserError
 from workbench.study.grounds import _by_value
 from workbench.study.ledger import Ledger
 from workbench.study.outcome import StudyResult, outcome_of
@@ -316,9 +317,27 @@ def test_only_a_report_of_the_same_study_is_replaced(made: Made) -> None:
     assert written(made) == folder
     assert json.loads((folder / "results.json").read_text()) == json.loads(before)
     (folder / "results.json").write_text("{}")
-    with pytest.raises(UserError, match="this is not an earlier report of the same study"):
+    with pytest.raises(UserError, match="this is not an earlier report of the same"):
         written(made)
     assert not list(made[1].reports.glob(".report-*"))
+
+
+def test_a_report_that_cannot_be_replaced_stays(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(made)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "new" and not folder.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(StoreError, match="cannot be written"):
+        written(made)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_text_of_the_study_cannot_become_markup(made: Made) -> None:

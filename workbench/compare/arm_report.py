@@ -23,7 +23,6 @@ from workbench.compare.arm_tidy import tidy_arms_csv
 from workbench.compare.arms import ArmPair, ArmsComparison
 from workbench.compare.document import (
     Block,
-    Code,
     Facts,
     Figures,
     Heading,
@@ -33,9 +32,17 @@ from workbench.compare.document import (
     paragraph,
 )
 from workbench.compare.held_out import held_out_section
-from workbench.compare.report_folder import DATA, MARKDOWN, PAGE, TABLE, put_report, safe
+from workbench.compare.report_folder import (
+    DATA,
+    MARKDOWN,
+    PAGE,
+    TABLE,
+    put_report,
+    safe,
+    write_texts,
+)
 from workbench.compare.results import BOOTSTRAP_SEED
-from workbench.compare.sentences import verdicts
+from workbench.compare.sentences import how_judged, verdicts
 from workbench.compare.stats import DRAWS
 from workbench.compare.words import why
 from workbench.track.record import strict
@@ -58,9 +65,7 @@ def write_arms_report(comparison: ArmsComparison, reports: Path) -> ArmsComparis
         data = json.dumps(_data(comparison), indent=1, allow_nan=False)
         texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: f"{data}\n"}
         texts[TABLE] = tidy_arms_csv(comparison)
-        for name, text in texts.items():
-            # Half of a surrogate pair is no text: it is written as its number.
-            (new / name).write_bytes(text.encode("utf-8", "backslashreplace"))
+        write_texts(new, texts)
 
     put_report(folder, comparison.key, make)
     return comparison
@@ -143,17 +148,7 @@ def _title_block(comparison: ArmsComparison, today: datetime) -> Iterator[tuple[
         role = " (baseline)" if arm is comparison.baseline else ""
         seeds = ", ".join(map(str, arm.seeds))
         yield f"{arm.name}{role}", (f"{len(arm.runs)} runs, seeds {seeds}",)
-    treatment = ", ".join(judgement.treatment) or "none"
-    if judgement.treatment:
-        treatment += " (inferred, not declared)" if judgement.inferred else " (declared)"
-    yield "treatment", (treatment,)
-    if not judgement.allow:
-        yield "overrides", ("none",)
-    for rule, reason in judgement.allow.items():
-        yield "override", (Code(rule), f": {reason}")
-    at = "no common point" if comparison.at is None else f"{comparison.at:,} tokens"
-    yield "compared at", (at,)
-    yield "ruleset", (f"{judgement.ruleset}, {today:%Y-%m-%d}",)
+    yield from how_judged(judgement, comparison.at, today)
 
 
 def _how(pair: ArmPair) -> Iterator[Block]:

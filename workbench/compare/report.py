@@ -11,7 +11,6 @@ from pathlib import Path
 from workbench.compare import markdown, page, sections, tidy
 from workbench.compare.document import (
     Block,
-    Code,
     Commands,
     Facts,
     Figures,
@@ -24,8 +23,16 @@ from workbench.compare.document import (
 from workbench.compare.figures import draw
 from workbench.compare.held_out import held_out_section
 from workbench.compare.pair import Comparison
-from workbench.compare.report_folder import DATA, MARKDOWN, PAGE, TABLE, put_report, safe
-from workbench.compare.sentences import headline, statement, title, verdicts
+from workbench.compare.report_folder import (
+    DATA,
+    MARKDOWN,
+    PAGE,
+    TABLE,
+    put_report,
+    safe,
+    write_texts,
+)
+from workbench.compare.sentences import headline, how_judged, statement, title, verdicts
 from workbench.compare.words import why
 from workbench.track.record import strict
 
@@ -49,9 +56,7 @@ def write_report(comparison: Comparison, reports: Path) -> Comparison:
         html = page.render(blocks, title(comparison), new)
         texts = {MARKDOWN: markdown.render(blocks), PAGE: html, DATA: _data(comparison)}
         texts[TABLE] = tidy.tidy_csv(comparison)
-        for name, text in texts.items():
-            # Half of a surrogate pair is no text: it is written as its number.
-            (new / name).write_bytes(text.encode("utf-8", "backslashreplace"))
+        write_texts(new, texts)
 
     put_report(folder, comparison.key, make)
     return comparison
@@ -110,20 +115,8 @@ def render_markdown(comparison: Comparison, *, today: datetime | None = None) ->
 
 
 def _title_block(comparison: Comparison, today: datetime) -> Iterator[tuple[str, Words]]:
-    judgement = comparison.judgement
     yield from (("A", (comparison.names[0],)), ("B", (comparison.names[1],)))
-    treatment = ", ".join(judgement.treatment) or "none"
-    if judgement.treatment:
-        treatment += " (inferred, not declared)" if judgement.inferred else " (declared)"
-    yield "treatment", (treatment,)
-    if not judgement.allow:
-        yield "overrides", ("none",)
-    for rule, reason in judgement.allow.items():
-        yield "override", (Code(rule), f": {reason}")
-    at = "no common point" if comparison.at is None else f"{comparison.at:,} tokens"
-    yield "compared at", (at,)
-    yield "ruleset", (f"{judgement.ruleset}",)
-    yield "date", (f"{today:%Y-%m-%d}",)
+    yield from how_judged(comparison.judgement, comparison.at, today)
 
 
 def _what_to_do(comparison: Comparison) -> list[Block]:
@@ -141,7 +134,9 @@ def _what_to_do(comparison: Comparison) -> list[Block]:
 
 def _data(comparison: Comparison) -> str:
     runs = [{"id": side.record.id, "name": side.name} for side in (comparison.a, comparison.b)]
+    assert comparison.report is not None
     document = comparison.to_json() | {"key": comparison.key, "runs": runs}
+    document["report"] = comparison.report.name  # wherever the folder is moved
     document |= {"series": tidy.series_json(comparison.results)}
     document |= {"details": tidy.details_json(comparison.results)}
     return json.dumps(strict(document), indent=1, allow_nan=False) + "\n"

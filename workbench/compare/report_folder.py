@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,6 +40,17 @@ def put_report(folder: Path, key: str, make: Callable[[Path], None]) -> None:
         raise StoreError.at(str(folder), f"the report cannot be written: {error}") from None
 
 
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Writes each text to the file of its name.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    for name, text in texts.items():
+        # Half of a surrogate pair is no text: it is written as its number.
+        (folder / name).write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
 def safe(name: str) -> str:
     """A name as part of a folder's name: no separators, no leading dot, of bounded length."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip("._-")[:100] or "run"
@@ -59,7 +70,7 @@ def _replace(folder: Path, new: Path, old: Path, key: str) -> None:
         new.rename(folder)
         return
     if _key_of(folder) != key:
-        message = "this is not an earlier report of the same comparison, so it is left alone"
+        message = "this is not an earlier report of the same, so it is left alone"
         raise UserError.at(str(folder), message, None, "move it away")
     folder.rename(old)
     try:

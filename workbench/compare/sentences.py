@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 
-from workbench.compare.document import Badge, Block, Inline, Paragraph, Strong, paragraph
+from workbench.compare.document import (
+    Badge,
+    Block,
+    Code,
+    Inline,
+    Paragraph,
+    Strong,
+    Words,
+    paragraph,
+)
 from workbench.compare.numbers import written
 from workbench.compare.pair import Comparison, refusing
 from workbench.compare.results import BOOTSTRAP_SEED, Number
@@ -137,6 +147,22 @@ def verdicts(judgement: Judgement) -> Paragraph:
     for claim, said in _verdicts(judgement).items():
         parts += [" · " if parts else "", Badge(said[0], judgement.claims[claim]), *said[1:]]
     return paragraph(*parts)
+
+
+def how_judged(
+    judgement: Judgement, at: int | None, today: datetime
+) -> Iterator[tuple[str, Words]]:
+    """The rows of a title block: treatment, overrides, the point compared, the ruleset."""
+    treatment = ", ".join(judgement.treatment) or "none"
+    if judgement.treatment:
+        treatment += " (inferred, not declared)" if judgement.inferred else " (declared)"
+    yield "treatment", (treatment,)
+    if not judgement.allow:
+        yield "overrides", ("none",)
+    for rule, reason in judgement.allow.items():
+        yield "override", (Code(rule), f": {reason}")
+    yield "compared at", ("no common point" if at is None else f"{at:,} tokens",)
+    yield "ruleset", (f"{judgement.ruleset}, {today:%Y-%m-%d}",)
 
 
 def headline(comparison: Comparison) -> list[Block]:

@@ -7,17 +7,16 @@ the process is killed and its runs go on, the lock is held until the last of the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from workbench.errors import Fault, RefusedError, storing
+from workbench.track.file_lock import is_held, lock_within
 
 _LOCK = ".lock"
 
@@ -35,11 +34,8 @@ def study_lock(folder: Path) -> Iterator[int]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if not _locked_within(handle, seconds=0.5):
+        if not lock_within(handle, seconds=0.5):
             raise RefusedError(Fault(str(folder), _held_by(handle)))
-        with contextlib.suppress(OSError):  # for people; the lock itself needs no room
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(_owner()).encode(), 0)
         yield handle
     finally:
         os.close(handle)
@@ -47,34 +43,7 @@ def study_lock(folder: Path) -> Iterator[int]:
 
 def is_being_run(folder: Path) -> bool:
     """Whether a `wb study run`, or a run that one left behind, goes on."""
-    try:
-        handle = os.open(folder / _LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
-
-
-def _locked_within(handle: int, seconds: float) -> bool:
-    """Locks a file; tries again, since a status holds a lock for the instant of its look."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-
-
-def _owner() -> dict[str, int | str]:
-    return {"pid": os.getpid(), "host": socket.gethostname()}
+    return is_held(folder / _LOCK)
 
 
 def _held_by(handle: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,21 @@ from workbench.compare.document import (
     Heading,
     Words,
 )
+from workbench.compare.report_folder import (
+    DATA,
+    MARKDOWN,
+    PAGE,
+    TABLE,
+    put_report,
+    write_texts,
+)
 from workbench.compare.tidy import COLUMNS
-from workbench.errors import StoreError, UserError
 from workbench.spec.checklist import CLAIMS, RULESET_VERSION
 from workbench.study import grounds, sections
 from workbench.study.figures import draw
 from workbench.study.outcome import StudyResult
 from workbench.study.run import summary
 from workbench.track.record import strict
-
-MARKDOWN, PAGE, DATA, TABLE = "report.md", "report.html", "results.json", "results.csv"
 
 
 def write_study_report(outcome: StudyResult, reports: Path) -> Path:
@@ -43,26 +47,19 @@ def write_study_report(outcome: StudyResult, reports: Path) -> Path:
     """
     plan = outcome.status.plan
     folder = reports / f"{plan.name}--study--{plan.id[:8]}"
-    try:
-        reports.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=reports, prefix=".report-") as temporary:
-            new = Path(temporary, "new")
-            new.mkdir()
-            blocks = compose(outcome, draw(outcome, new))
-            texts = {
-                MARKDOWN: markdown.render(blocks),
-                PAGE: page.render(blocks, title(outcome), new),
-                DATA: json.dumps(data(outcome), indent=1, allow_nan=False) + "\n",
-                TABLE: tidy_csv(outcome),
-            }
-            for name, text in texts.items():
-                (new / name).write_text(text, encoding="utf-8")
-            if folder.exists():
-                _require_own(folder, plan.id)
-                folder.rename(Path(temporary, "old"))
-            new.rename(folder)
-    except OSError as error:
-        raise StoreError.at(str(folder), f"the report cannot be written: {error}") from None
+
+    def make(new: Path) -> None:
+        blocks = compose(outcome, draw(outcome, new))
+        document = data(outcome) | {"key": plan.id}
+        texts = {
+            MARKDOWN: markdown.render(blocks),
+            PAGE: page.render(blocks, title(outcome), new),
+            DATA: json.dumps(document, indent=1, allow_nan=False) + "\n",
+            TABLE: tidy_csv(outcome),
+        }
+        write_texts(new, texts)
+
+    put_report(folder, plan.id, make)
     return folder
 
 
@@ -153,7 +150,7 @@ def _claims(outcome: StudyResult) -> Words:
     return (" (" + " · ".join(f"{claim} {found[claim]}" for claim in CLAIMS) + ")",)
 
 
-def data(outcome: StudyResult) -> Any:
+def data(outcome: StudyResult) -> dict[str, Any]:
     """The report as data; strict JSON."""
     comparison = outcome.comparison
     document = {
@@ -170,7 +167,9 @@ def data(outcome: StudyResult) -> Any:
         "comparison": comparison.to_json() if comparison else None,
         "events": [event.model_dump(mode="json") for event in outcome.status.ledger.events],
     }
-    return strict(document)
+    found = strict(document)
+    assert isinstance(found, dict)
+    return found
 
 
 _COLUMNS = (*COLUMNS, "p_adjusted")
@@ -224,13 +223,3 @@ def _cells(row: dict[str, Any]) -> dict[str, Any]:
         formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
         cells[key] = "" if value is None else f"'{value}" if formula else strict(value)
     return cells
-
-
-def _require_own(folder: Path, plan_id: str) -> None:
-    try:
-        found = json.loads((folder / DATA).read_text(encoding="utf-8"))["plan"]["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        found = None
-    if found != plan_id:
-        message = "this is not an earlier report of the same study, so it is left alone"
-        raise UserError.at(str(folder), message, None, "move it away")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from workbench.live import Display
 from workbench.plan import duration
 from workbench.study.states import RunState, seconds_left
 
@@ -26,12 +25,13 @@ _STYLES = {
 }
 
 
-class StudyDisplay:
+class StudyDisplay(Display):
     """Shows the runs of a study on standard error: a table on a terminal, lines elsewhere."""
 
+    _shown: Live | None
+
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._live: Live | None = None
+        super().__init__(quiet)
         self._said = time.monotonic()
 
     def __enter__(self) -> StudyDisplay:
@@ -39,39 +39,17 @@ class StudyDisplay:
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(stderr=True), auto_refresh=False)
-            self._live.start()
+            self._shown = Live(console=Console(stderr=True), auto_refresh=False)
+            self._shown.start()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            with contextlib.suppress(OSError):
-                self._live.stop()
-
-    def say(self, line: str) -> None:
-        """A line that stays. Where nobody can read it any more, the runs go on silently."""
-        if self._quiet:
-            return
-        try:
-            if self._live is not None:
-                self._live.console.print(line, highlight=False, markup=False)
-            else:
-                print(line, file=sys.stderr, flush=True)
-        except OSError:
-            self._quiet = True
 
     def show(self, states: Sequence[RunState], at_once: int) -> None:
         """The table as it is now; elsewhere than on a terminal a line every half minute."""
         if self._quiet:
             return
         try:
-            if self._live is not None:
-                self._live.update(_rich_table(states, at_once), refresh=True)
+            if self._shown is not None:
+                self._shown.update(_rich_table(states, at_once), refresh=True)
             elif time.monotonic() - self._said > _LINE_SECONDS:
                 self._said = time.monotonic()
                 self.say(progress_line(states, at_once))

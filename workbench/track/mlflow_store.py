@@ -98,6 +98,8 @@ def _before_import() -> None:
     """MLflow reads these when it is imported."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    # Else it prints a line for people on standard output, where answers of programs belong.
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     for name, value in (("REQUEST_TIMEOUT", "10"), ("REQUEST_MAX_RETRIES", "1")):
         os.environ.setdefault(f"MLFLOW_HTTP_{name}", value)
 

@@ -7,13 +7,8 @@ holds the lock is therefore the record of a run that died.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
 import shutil
-import socket
-import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,6 +16,7 @@ from pathlib import Path
 from workbench.errors import UserError, did_you_mean
 from workbench.errors import storing as storing
 from workbench.spec.consistency import NAME
+from workbench.track.file_lock import is_held, lock_within
 from workbench.track.record import RunRecord, Status, read_record
 
 FOLDER = "mlruns"
@@ -229,31 +225,14 @@ def lock_run(folder: Path) -> bool:
     with storing(folder / _LOCK):
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if not _lock_within(handle, seconds=0.5):
+            if not lock_within(handle, seconds=0.5):
                 os.close(handle)
                 return False
-            owner = {"pid": os.getpid(), "host": socket.gethostname()}
-            with contextlib.suppress(OSError):  # for people; the lock itself needs no room
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps(owner).encode(), 0)
         except OSError:
             os.close(handle)
             raise
     _held[folder] = handle
     return True
-
-
-def _lock_within(handle: int, seconds: float) -> bool:
-    """Locks a file; tries again, since a listing holds a lock for the instant of its look."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
 
 
 def release_run(folder: Path) -> None:
@@ -265,20 +244,7 @@ def release_run(folder: Path) -> None:
 
 def is_locked(folder: Path) -> bool:
     """Whether a living process holds this run folder."""
-    if folder.resolve() in _held:
-        return True
-    try:
-        handle = os.open(folder / _LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        # A shared lock is enough to find out, and does not get in the way of another reader.
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    return folder.resolve() in _held or is_held(folder / _LOCK)
 
 
 def _id_of(entry: RunEntry) -> str:
