@@ -14,8 +14,9 @@ def floats_of(column: Any) -> Floats:
     """[M] the numbers of a column; NaN where there is none."""
     import pyarrow as pa
 
-    array = _whole(column).cast(pa.float64()).fill_null(float("nan"))
-    return np.array(_buffer(array, np.float64), np.float64)
+    found = np.array(_buffer(_whole(column).cast(pa.float64()), np.float64), np.float64)
+    found[~known_of(column)] = np.nan
+    return found
 
 
 def known_of(column: Any) -> npt.NDArray[np.bool_]:
