@@ -18,6 +18,7 @@ STEPS, EVERY, DOCUMENTS, SEEDS = 10_000, 1_000, 5_000, 10
 MEASURED = """
 import json, resource, sys, time
 from pathlib import Path
+import scipy.stats, pyarrow.csv, pyarrow.parquet, matplotlib.figure  # what a session has loaded
 from workbench.compare import compare_arms, write_arms_report
 home = Path(sys.argv[1])
 arms = {arm: sorted(home.glob(f"{arm}-s*")) for arm in ("gqa", "mha")}

@@ -12,19 +12,22 @@ from workbench.compare.stats import Floats
 
 def floats_of(column: Any) -> Floats:
     """[M] the numbers of a column; NaN where there is none."""
+    return column_of(column)[0]
+
+
+def column_of(column: Any) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """[M] the numbers of a column, and where it has one."""
     import pyarrow as pa
 
-    found = np.array(_buffer(_whole(column).cast(pa.float64()), np.float64), np.float64)
-    found[~known_of(column)] = np.nan
-    return found
-
-
-def known_of(column: Any) -> npt.NDArray[np.bool_]:
-    """[M] where a column has a value."""
-    import pyarrow as pa
-
-    array = _whole(column).is_valid().cast(pa.uint8())
-    return np.array(_buffer(array, np.uint8), np.bool_)
+    if column.null_count == len(column):
+        return np.full(len(column), np.nan), np.zeros(len(column), dtype=bool)
+    whole = _whole(column)
+    found = np.array(_buffer(whole.cast(pa.float64()), np.float64), np.float64)
+    known = np.ones(len(column), dtype=bool)
+    if column.null_count:
+        known = np.array(_buffer(whole.is_valid().cast(pa.uint8()), np.uint8), np.bool_)
+        found[~known] = np.nan
+    return found, known
 
 
 def _whole(column: Any) -> Any:

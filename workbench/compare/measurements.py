@@ -105,6 +105,12 @@ class _Table:
             raise UserError.at(str(self.path), "there is no column `tokens`", None, UNTOUCHED)
         lines: dict[int, int] = {}
         last, end = -1, record.run_spec.training.steps
+        steps, tokens_at = self.metrics.numbers("step"), self.metrics.numbers("tokens")
+        whole = bool(np.isfinite(steps).all() and (steps == np.floor(steps)).all())
+        whole = whole and bool((np.diff(steps) > 0).all())
+        inside = not len(steps) or bool(steps[0] >= 0 and (not end or steps[-1] <= end))
+        if whole and inside and np.array_equal(tokens_at, steps * record.tokens_per_step):
+            return {int(step): line for line, step in enumerate(steps.tolist())}
         counts = self.metrics["tokens"]
         for line, value in enumerate(self.metrics["step"]):
             if value is None or not math.isfinite(value) or value != int(value):

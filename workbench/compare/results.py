@@ -299,10 +299,12 @@ def _of_training(
 
 def train_nll(metrics: Metrics, tokens: int) -> float | None:
     """The mean of the last logged rows of the optimised stream up to a point."""
-    values = [
-        value for at, (_, value) in _evaluations(metrics, "train/nll").items() if at <= tokens
-    ]
-    values = values[-TRAIN_ROWS:]
+    if isinstance(metrics, Table) and {"tokens", "train/nll"} <= metrics.keys():
+        measured = metrics.known("train/nll") & (metrics.numbers("tokens") <= tokens)
+        values = metrics.numbers("train/nll")[measured][-TRAIN_ROWS:].tolist()
+    else:
+        found = _evaluations(metrics, "train/nll").items()
+        values = [value for at, (_, value) in found if at <= tokens][-TRAIN_ROWS:]
     if not all(map(math.isfinite, values)):
         return math.nan
     return statistics.fmean(values) if values else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from workbench.compare.arrow import floats_of, known_of
+from workbench.compare.arrow import column_of
 from workbench.compare.stats import Floats
 from workbench.track.journal import ORIGINAL_COLUMNS, read_metrics
 
@@ -85,8 +85,7 @@ def _read_fast(path: Path) -> Table | None:
         return None  # an empty line, which is not skipped there
     numbers, known = {}, {}
     for name in head:
-        known[name] = known_of(found.column(name))
-        numbers[name] = floats_of(found.column(name))
+        numbers[name], known[name] = column_of(found.column(name))
     return Table(numbers, known)
 
 
