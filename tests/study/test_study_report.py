@@ -24,6 +24,7 @@ from workbench.errors import StoreError, UserError
 from workbench.study.grounds import _by_value
 from workbench.study.ledger import Ledger
 from workbench.study.outcome import StudyResult, outcome_of
+from workbench.study.places import portable, seen_from
 from workbench.study.plan import FrozenPlan, folder_of, read_plan, version_of, write_plan
 from workbench.study.report import compose, tidy_csv, title, write_study_report
 from workbench.study.sections import headline
@@ -169,6 +170,54 @@ def test_the_numbers_as_data(made: Made) -> None:
     assert document["verdict"] == "comparable"
     assert document["decisions"][0]["better"] is None
     assert len(document["study"]["runs"]) == 4
+
+
+def test_a_report_names_no_place_of_this_machine(made: Made) -> None:
+    path, store = made
+    project = store.home.parent
+    error = f"UserError: {project}/corpus.txt: it is not there"
+    set_record(store, "small-dense-s2", status="FAILED", error=error)
+    Ledger(folder_of("small", store)).add(
+        "ended", "small-dense-s2", id="x", status="FAILED", exit_code=2, detail=error
+    )
+    folder = written(made)
+    for name in ("report.md", "report.html", "results.json", "results.csv"):
+        text = (folder / name).read_text()
+        assert str(project) not in text, name
+        assert str(Path.home()) not in text, name
+    document = json.loads((folder / "results.json").read_text())
+    assert document["study"]["file"] == document["plan"]["file"] == path.name
+    assert document["study"]["folder"] == "mlruns/studies/small"
+    assert document["study"]["runs"][0]["folder"] == "mlruns/runs/small-routed-s1"
+    assert "corpus.txt: it is not there" in (folder / "report.md").read_text()
+    absolute = [word for word in _strings(document) if word.startswith("/")]
+    assert absolute == []
+    assert "wb study run small.study.yaml" in (folder / "report.md").read_text()
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [word for one in value.values() for word in _strings(one)]
+    if isinstance(value, list):
+        return [word for one in value for word in _strings(one)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        ("/project/experiments/a.study.yaml", "experiments/a.study.yaml"),
+        ("/elsewhere/a.study.yaml", "a.study.yaml"),
+        ("/project-2/a.study.yaml", "a.study.yaml"),
+        ("a.study.yaml", "a.study.yaml"),
+    ],
+)
+def test_a_place_is_seen_from_the_project(path: str, seen: str) -> None:
+    project = Path("/project")
+    assert seen_from(project, path) == seen
+    said = {"detail": [f"{path}: not there", "in /project"]}
+    inside = path.replace("/project/", "")
+    assert portable(said, project) == {"detail": [f"{inside}: not there", "in ."]}
 
 
 def set_record(store: Store, run: str, **changes: Any) -> None:

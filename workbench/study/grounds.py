@@ -22,7 +22,9 @@ from workbench.compare.document import (
 )
 from workbench.compare.words import show, why
 from workbench.spec.checklist import CLAIMS, RULES, tag_of
+from workbench.study.ledger import Event
 from workbench.study.outcome import StudyResult
+from workbench.study.places import portable, seen_from
 from workbench.study.plan import plan_differences
 from workbench.study.sections import listed
 from workbench.study.table import state_rows
@@ -37,7 +39,7 @@ def history(outcome: StudyResult) -> list[Block]:
     rows: list[list[Cell]] = []
     for state, row in zip(status.states, state_rows(status.states), strict=True):
         counted = "yes" if state in outcome.compared else "no"
-        rows.append([*row[:5], counted, row[5]])
+        rows.append([*row[:5], counted, portable(row[5], status.project)])
     head = ["arm", "seed", "state", "step", "trained", "compared", "note"]
     blocks: list[Block] = [table(head, rows)]
     lines: list[Words | str] = []
@@ -65,17 +67,26 @@ def history(outcome: StudyResult) -> list[Block]:
         )
     events = [
         [event.when, event.run or "", event.kind, event.status or "", event.detail]
-        for event in status.ledger.events
+        for event in _events(outcome)
     ]
     every = table(["when", "run", "event", "status", "detail"], events)
     blocks.append(Fold(f"All {len(events)} events", (every,)))
     return blocks
 
 
+def _events(outcome: StudyResult) -> list[Event]:
+    """What happened, without the place of the project in any message."""
+    status = outcome.status
+    return [
+        event.model_copy(update={"detail": portable(event.detail, status.project)})
+        for event in status.ledger.events
+    ]
+
+
 def _incidents(outcome: StudyResult) -> list[Words | str]:
     """What did not go as planned: interruptions, failures, runs that moved or were lost."""
     lines: list[Words | str] = []
-    for event in outcome.status.ledger.events:
+    for event in _events(outcome):
         if event.kind == "interrupted":
             lines.append(
                 f"{event.when}: the study was interrupted {event.detail} and went on later."
@@ -213,15 +224,9 @@ def reproduce(outcome: StudyResult) -> list[Block]:
         "python3 -m venv .venv && . .venv/bin/activate",
         "pip install -c constraints.txt -e '.[sample]'",
     ]
-    file = shlex.quote(_file(status.plan.file))
+    file = shlex.quote(seen_from(status.project, status.plan.file))
     lines += [f"wb study check {file}", f"wb study run {file}", f"wb study report {file}"]
     return [Commands(tuple(lines))]
-
-
-def _file(path: str) -> str:
-    """A study file as one names it from the folder of the project."""
-    _, found, tail = path.rpartition("/experiments/")
-    return f"experiments/{tail}" if found else path
 
 
 def _facts_of(record: RunRecord) -> dict[str, str]:

@@ -32,6 +32,7 @@ from workbench.spec.checklist import CLAIMS, RULESET_VERSION
 from workbench.study import grounds, sections
 from workbench.study.figures import draw
 from workbench.study.outcome import StudyResult
+from workbench.study.places import portable, seen_from
 from workbench.study.run import summary
 from workbench.track.record import strict
 
@@ -47,10 +48,11 @@ def write_study_report(outcome: StudyResult, reports: Path) -> Path:
     """
     plan = outcome.status.plan
     folder = reports / f"{plan.name}--study--{plan.id[:8]}"
+    project = outcome.status.project
 
     def make(new: Path) -> None:
         blocks = compose(outcome, draw(outcome, new))
-        document = data(outcome) | {"key": plan.id}
+        document = portable(_placed(outcome), project) | {"key": plan.id}
         texts = {
             MARKDOWN: markdown.render(blocks),
             PAGE: page.render(blocks, title(outcome), new),
@@ -170,6 +172,14 @@ def data(outcome: StudyResult) -> dict[str, Any]:
     found = strict(document)
     assert isinstance(found, dict)
     return found
+
+
+def _placed(outcome: StudyResult) -> dict[str, Any]:
+    """The report as data, the study file named as it is seen from the project."""
+    document, project = data(outcome), outcome.status.project
+    for part in ("study", "plan"):
+        document[part]["file"] = seen_from(project, document[part]["file"])
+    return document
 
 
 _COLUMNS = (*COLUMNS, "p_adjusted")

@@ -42,6 +42,11 @@ class StudyStatus:
     going: bool
 
     @property
+    def project(self) -> Path:
+        """The folder that holds the store."""
+        return self.folder.parent.parent.parent
+
+    @property
     def at_once(self) -> int:
         """How many runs train at a time on this machine."""
         return max(1, cores() // self.plan.threads)
