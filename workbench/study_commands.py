@@ -82,6 +82,7 @@ def report(
     debug: Debug = False,
 ) -> Answer:
     """Write the report of a study: the answer, how sure it is, and all that happened."""
+    from workbench.compare.report_folder import report_lines
     from workbench.study.outcome import outcome_of
     from workbench.study.report import data, write_study_report
     from workbench.study.sections import headline
@@ -95,7 +96,7 @@ def report(
     exit_code = RefusedError.exit_code if found.verdict == "refused" else 0
     if as_json:
         return Answer(data(found) | {"report": str(folder)}, exit_code)
-    lines = [f"{found.verdict.upper()}: {headline(found)}", f"report: {folder / 'report.md'}"]
+    lines = [f"{found.verdict.upper()}: {headline(found)}", *report_lines(folder)]
     return Answer("\n".join(lines), exit_code)
 
 

@@ -11,10 +11,7 @@ from workbench.compare.numbers import write, write_interval
 from workbench.compare.power import power_from
 from workbench.compare.seeds import SeedTest
 
-NO_SEEDS = (
-    "It says nothing about another seed, which may turn the sign: with one seed an arm no winner is"
-    " named."
-)
+NO_SEEDS = "It says nothing about another seed, which may turn the sign: no winner is named, since"
 
 
 def title(comparison: ArmsComparison) -> str:
@@ -108,7 +105,7 @@ def documents_sentence(pair: ArmPair, name: str) -> str:
         f" {_level(number.level)} interval is {interval}."
     )
     if number.seeds is None:
-        return f"{said} {NO_SEEDS}"
+        return f"{said} {NO_SEEDS} {number.no_seeds}."
     return f"{said} That one says nothing about another seed."
 
 

@@ -12,6 +12,7 @@ from workbench.compare.arm_sentences import (
     verdict_sentence,
 )
 from workbench.compare.arms import ArmPair, ArmsComparison
+from workbench.compare.report_folder import report_lines
 from workbench.compare.sections import remedies
 from workbench.compare.terminal import head_lines, rule_lines, wrapped
 
@@ -36,7 +37,7 @@ def render_arms(
     if comparison.pairs[0].judgement.inferred:
         lines += ["", "to declare the treatment: --treatment model"]
     if comparison.report:
-        lines += ["", f"report: {comparison.report / 'report.md'}"]
+        lines += ["", *report_lines(comparison.report)]
     return "\n".join(lines)
 
 

@@ -51,6 +51,11 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         (folder / name).write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
+def report_lines(folder: Path) -> list[str]:
+    """Where a report is, for the terminal: the text, and the page for a browser."""
+    return [f"report: {folder / MARKDOWN}", f"        {folder / PAGE}"]
+
+
 def safe(name: str) -> str:
     """A name as part of a folder's name: no separators, no leading dot, of bounded length."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip("._-")[:100] or "run"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from workbench.compare.check import Check
 from workbench.compare.pair import Comparison
+from workbench.compare.report_folder import report_lines
 from workbench.compare.rules import Judgement, Ruling, Verdict
 from workbench.compare.sections import matching_commands, remedies
 from workbench.compare.sentences import (
@@ -44,7 +45,7 @@ def render_terminal(comparison: Comparison, color: bool = False) -> str:
     elif judgement.inferred:
         lines += ["", "to declare the treatment: --treatment model"]
     if comparison.report:
-        lines += ["", f"report: {comparison.report / 'report.md'}"]
+        lines += ["", *report_lines(comparison.report)]
     return "\n".join(lines)
 
 
