@@ -19,6 +19,7 @@ from tiny_runs import sections, tiny_spec, untracked_run
 from workbench import run as runner
 from workbench.cli import _guarded
 from workbench.track.events import NullTracker
+from workbench.track.journal import read_metrics
 from workbench.track.record import read_record, write_record
 from workbench.track.store import Store, release_run
 
@@ -445,8 +446,10 @@ def test_an_error_of_the_system_has_a_place(
 
 
 @pytest.mark.slow
-def test_two_runs_that_start_at_once_on_no_store_are_both_in_mlflow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_runs_that_start_at_once_on_no_store_are_all_in_mlflow(tmp_path: Path, count: int) -> None:
     spec = spec_file(tmp_path)
+    names = [f"run-{number}" for number in range(count)]
     environment = {**os.environ, "WB_HOME": str(tmp_path / "store")}
     command = [sys.executable, "-m", "workbench", "run", spec, "--json"]
     processes = [
@@ -457,17 +460,25 @@ def test_two_runs_that_start_at_once_on_no_store_are_both_in_mlflow(tmp_path: Pa
             text=True,
             env=environment,
         )
-        for name in ("left", "right")
+        for name in names
     ]
     for process in processes:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=600)
         assert (process.returncode, err) == (0, "")
         assert json.loads(out)["status"] == "FINISHED"
     with sqlite3.connect(tmp_path / "store" / "mlflow.db") as database:
         found = database.execute("select name, status from runs order by name").fetchall()
         scores = database.execute("select value from latest_metrics where key = 'held_out/nll'")
-        assert len(scores.fetchall()) == 2
-    assert found == [("left", "FINISHED"), ("right", "FINISHED")]
+        assert len(scores.fetchall()) == count
+    assert found == [(name, "FINISHED") for name in names]
+    for name in names:
+        assert read_metrics(tmp_path / "store/runs" / name / "metrics.csv")["step"] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+        ]
 
 
 def test_a_seed_that_no_generator_takes_is_refused_before_a_run(console: Console) -> None:

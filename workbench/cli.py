@@ -73,14 +73,16 @@ def _guarded(arguments: list[str]) -> int:
                 _write_faults([Fault("wb", message)])
             return 128 + number
         except Exception as error:
+            from workbench.track.provenance import redact
+
             if debug:
-                complain(traceback.format_exc())
+                complain(redact(traceback.format_exc()))
             faults, code = _explained(error, arguments)
             if as_json:
                 _write_faults(faults)
             else:
                 for fault in faults:
-                    complain(f"error: {fault}")
+                    complain(redact(f"error: {fault}"))
             return code
     except BrokenPipeError:
         return BROKEN_PIPE
@@ -151,8 +153,15 @@ def _crash(error: Exception, arguments: list[str]) -> str:
 
 def _write_faults(faults: list[Fault]) -> None:
     """The faults as a JSON document: the first as `error`, all of several as `errors` too."""
+    from workbench.track.provenance import redact
+
     documents: list[dict[str, Any]] = [
-        {"place": f.place, "value": f.value, "allowed": f.allowed, "message": f.message}
+        {
+            "place": redact(f.place),
+            "value": redact(f.value) if isinstance(f.value, str) else f.value,
+            "allowed": f.allowed,
+            "message": redact(f.message),
+        }
         for f in faults
     ]
     more = {"errors": documents} if len(documents) > 1 else {}

@@ -189,8 +189,8 @@ def ui(
 
     store = Store()
     newest = next((entry.record for entry in store.list_runs() if entry.record), None)
-    experiment = newest.spec["tracking"]["experiment"] if newest else "workbench"
-    return serve(store, host, port, experiment, write_line)
+    tracking = newest.spec.get("tracking", {}) if newest else {}
+    return serve(store, host, port, tracking.get("experiment", "workbench"), write_line)
 
 
 @app.command()

@@ -70,19 +70,20 @@ class StoreError(UserError):
 
 
 @contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turns an operating system error into the StoreError of `path`."""
+def storing(path: Path, need: int | None = None) -> Iterator[None]:
+    """Turns an operating system error into the StoreError of `path`, for which `need` bytes are
+    written where that is known."""
     try:
         yield
     except OSError as error:
-        raise store_error(path, error) from error
+        raise store_error(path, error, need) from error
 
 
-def store_error(path: Path, error: OSError) -> StoreError:
-    """What could not be written or read, why, and how much room is left where it is full."""
+def store_error(path: Path, error: OSError, need: int | None = None) -> StoreError:
+    """What could not be written or read, why, and how much room is missing where it is full."""
     message = f"the store cannot be used: {reason_of(error)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message += f" ({_free_bytes(path)} bytes are free)"
+        message += f" ({shortage(need, free_bytes(path))})"
     elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         message += "; WB_HOME names another place"
     return StoreError(Fault(str(path), message))
@@ -93,13 +94,23 @@ def reason_of(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _free_bytes(path: Path) -> int | str:
+def shortage(need: int | None, free: int | None) -> str:
+    """How much room is missing, in bytes, as far as that is known."""
+    left = "an unknown number of" if free is None else f"{free:,}"
+    if need is None:
+        return f"{left} bytes are free"
+    missing = "" if free is None else f", at least {max(need - free, 1):,} more are needed"
+    return f"it needs {need:,} bytes, {left} are free{missing}"
+
+
+def free_bytes(path: Path) -> int | None:
+    """The room on the disk of a path, which need not be there; None: it cannot be told."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
         except OSError:
             continue  # not there, or not to be looked at
-    return "an unknown number of"
+    return None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -13,7 +13,7 @@ from workbench.core.memory import peak_bytes
 from workbench.core.saving import Saver
 from workbench.core.schedules import WARM_UP_STEPS, timed_steps
 from workbench.core.train import StepResult, loss_settings, require_finite_weights
-from workbench.errors import storing
+from workbench.errors import StoreError, storing
 from workbench.progress import Reporter
 from workbench.step_columns import rates_of, terms_of
 from workbench.track.events import Tracker
@@ -21,6 +21,7 @@ from workbench.track.journal import Journal, Number
 from workbench.track.layer_table import LayerTable
 from workbench.track.provenance import redact
 from workbench.track.record import IntervalFacts, Point, RunRecord, Status, write_record
+from workbench.track.reserve import Reserve
 from workbench.track.store import RECORD, release_run
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Recorder:
         self.record = record
         # The record last: a folder without one never was a run, and is removed again.
         self._write_record()
+        self._reserve = Reserve(folder, (folder / RECORD).stat().st_size)
         tracker.start(self.record, folder)
 
     @property
@@ -166,7 +168,8 @@ class Recorder:
         record, step = self.record, self._parts.state.step
         record.status = status
         record.results.unused_experts = self._parts.state.watch.unused if step else []
-        record.error, record.ended = error and redact(error), now()
+        # Never before its start, though the clock be set back meanwhile.
+        record.error, record.ended = error and redact(error), max(now(), record.started)
         record.results.tokens = self._parts.state.tokens
         record.results.seconds = time.monotonic() - self._began
         record.results.peak_memory_bytes = peak_bytes(self._parts.device)
@@ -177,12 +180,19 @@ class Recorder:
         if timed := timed_steps(self._warm - WARM_UP_STEPS, step):
             record.results.tokens_per_s = self._timed_tokens / self._timed_seconds
             record.effective.interval = IntervalFacts(first_step=timed[0], last_step=timed[1])
-        self._write_record()
+        try:
+            self._write_record()
+        except StoreError:
+            if not self._reserve.release():
+                raise
+            self._write_record()
+        self._reserve.release()
         self._layers.close()  # after the record: without room its segments stay as they are
 
     def close(self) -> None:
         """Frees the run's folder; more than once is fine."""
         self._journal.close()
+        self._reserve.release()
         # Where no end could be recorded, the free folder tells that the run is over.
         release_run(self._folder)
 

@@ -57,6 +57,7 @@ from workbench.foresee import recorded
 from workbench.progress import Reporter
 from workbench.recorder import Recorder, now
 from workbench.resume import Beginning, ResumeRequest, take_up
+from workbench.room import require_room
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.held_out import set_words
 from workbench.spec.run import RunSpec, spec_hash
@@ -175,6 +176,7 @@ def run(
     """
     parts = build(spec, store)
     reporter = Reporter(parts.steps, quiet)
+    require_room(spec, parts.data.tokenizer.vocab_size, parts.steps, store, reporter.say)
     with StopRequests() as stop:
         beginning = _begin(parts, store, command, resume, reporter.say)
         if beginning.nothing_to_do:

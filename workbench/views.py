@@ -82,19 +82,24 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     """What one run was, how it went, and where its files are."""
     effective, results = record.effective, record.results
     spec = record.spec
-    model = spec["model"]
-    sizes = f"{model['num_hidden_layers']} layers x {model['hidden_size']}"
+    model = spec.get("model", {})
+    kind, mlp, layers, width = (
+        model.get(name, "unknown")
+        for name in ("attention_type", "mlp_type", "num_hidden_layers", "hidden_size")
+    )
+    vocab_size = effective.tokenizer.vocab_size
+    entries = "unknown" if vocab_size is None else f"{vocab_size:,}"
     lines = [
         ("run", f"{record.name}  ({record.id})"),
         ("status", status + (f": {record.error}" if record.error else "")),
         *([("study", f"{record.study[0]}, arm {record.study[1]}")] if record.study else []),
         ("started", f"{record.started}" + (f", ended {record.ended}" if record.ended else "")),
-        ("model", f"{model['attention_type']}, {model['mlp_type']}, {sizes}"),
+        ("model", f"{kind}, {mlp}, {layers} layers x {width}"),
         ("parameters", _counts(effective.parameters.total, effective.parameters.active)),
-        ("tokenizer", f"{effective.tokenizer.name}, {effective.tokenizer.vocab_size:,} entries"),
+        ("tokenizer", f"{effective.tokenizer.name}, {entries} entries"),
         ("data", f"{effective.data.source}; split: {_plain(effective.data.split)}"),
         *([("order", _plain(order))] if (order := effective.data.order_proof) else []),
-        ("tokens", f"{_reached(record):,} of {_planned(record)}, seed {spec['seed']}"),
+        ("tokens", f"{_reached(record):,} of {_planned(record)}, seed {spec.get('seed')}"),
         *_evaluated(record),
         *_sets(record),
         ("precision", f"{effective.precision.compute_dtype} ({effective.precision.matmul})"),

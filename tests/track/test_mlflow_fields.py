@@ -21,6 +21,7 @@ from workbench.track.mlflow_fields import (
     params_of,
     renamed,
     row_milliseconds,
+    safe_experiment,
     safe_key,
     spec_yaml,
     tags_of,
@@ -64,6 +65,29 @@ def test_names_too_long_are_cut_and_stay_apart() -> None:
     a, b = safe_key("x" * 300), safe_key("x" * 299 + "y")
     assert len(a) == len(b) == KEY_LIMIT
     assert a != b
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.one_of(st.sampled_from(ODD), st.text(max_size=30), st.text("_u0a\n\t ", max_size=12)))
+def test_any_experiment_name_is_taken_and_can_be_read_back(name: str) -> None:
+    key = safe_experiment(name)
+    assert original_key(key) == name
+    assert key.isprintable()
+    assert key == key.strip()
+    if name.isprintable() and name == name.strip() and "_u" not in name:
+        assert key == name
+    long = safe_experiment(name + "x" * 300)
+    assert len(long) == KEY_LIMIT
+    assert long != safe_experiment(name + "y" + "x" * 299)
+
+
+def test_parameters_are_cut_as_short_as_a_server_wants_them() -> None:
+    record = make_record(notes="n" * 7000)
+    for limit in (6000, 500, 250):
+        params = params_of(record, limit)
+        assert len(params["notes"]) == limit
+        assert "7000 characters" in params["notes"]
+        assert all(len(value) <= limit for value in params.values())
 
 
 def test_a_metric_is_sent_under_one_name_only() -> None:

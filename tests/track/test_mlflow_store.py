@@ -220,6 +220,49 @@ class Failing:
         return call
 
 
+class Hosted:
+    """A client of a server that takes no parameter of more than 500 characters."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def log_batch(self, run_id: str, **fields: Any) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        if any(len(param.value) > 500 for param in fields.get("params", ())):
+            raise MlflowException.invalid_parameter_value("the value exceeds length 500")
+        return self._client.log_batch(run_id, **fields)
+
+
+def test_a_server_that_takes_no_long_values_gets_them_cut(
+    mlflow_store: Store, target: Any, tmp_path: Path
+) -> None:
+    record = make_record("hosted", notes="n" * 7000)
+    folder, _, journal = make_run(mlflow_store, "hosted", 3, record)
+    journal.close()
+    end_run(folder, record)
+    hosted = type(target)(Hosted(target.client), target.experiment_id, target.uri)
+    run_id = Feed(folder, hosted).push().run_id
+    assert target.client.get_run(run_id).data.params == params_of(record, 500)
+    assert_equal_to_file(target, folder)
+    got = Path(target.client.download_artifacts(run_id, "spec.yaml", str(tmp_path)))
+    assert yaml.safe_load(got.read_text())["notes"] == record.spec["notes"]
+
+
+def test_an_experiment_of_any_name_is_found_again(mlflow_store: Store, target: Any) -> None:
+    name = "of\nmany: parts/ä " + "x" * 300
+    first = connect(None, mlflow_store, name)
+    assert connect(None, mlflow_store, name).experiment_id == first.experiment_id
+    found = target.client.get_experiment(first.experiment_id)
+    assert found.tags["workbench.experiment"] == name
+    assert len(found.name) == 250
+    plain = connect(None, mlflow_store, "plain")
+    assert "workbench.experiment" not in target.client.get_experiment(plain.experiment_id).tags
+
+
 @pytest.mark.parametrize("lose", range(1, 12))
 def test_a_lost_answer_at_any_call_leaves_no_gap_and_no_double(
     mlflow_store: Store, target: Any, lose: int

@@ -22,9 +22,12 @@ from safetensors import SafetensorError
 
 from workbench.core.random_states import random_states
 from workbench.core.train import TrainState
-from workbench.errors import StoreError
+from workbench.errors import StoreError, free_bytes, shortage
+from workbench.json_files import read_json
 
 _NAME = re.compile(r"step_(\d{8})")
+FORMAT = 1
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,10 @@ def write_checkpoint(taken: Snapshot, folder: Path, keep: int) -> Path:
         temporary.rename(final)
         _sync(folder)
     except (OSError, SafetensorError) as error:  # safetensors writes, and fails, by its own means
-        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or str(error)
-        message = (
-            f"could not write the checkpoint of step {taken.step} ({reason}); "
-            f"it needs about {taken.nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-        )
+        message = f"could not write the checkpoint of step {taken.step} ({reason}); "
+        message += shortage(taken.nbytes, free_bytes(folder))
         raise StoreError.at(str(final), message) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -137,13 +138,32 @@ def is_whole(checkpoint: Path) -> bool:
     Hashes are left to whoever loads: they cost a full read.
     """
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        return all(
-            (checkpoint / name).stat().st_size == entry["bytes"]
-            for name, entry in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        hashes(checkpoint)
+    except (OSError, ValueError):
         return False
+    return True
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    """The SHA-256 of every file, as the manifest says; each is there with its size.
+
+    Raises:
+        OSError: a file is not there, or cannot be read.
+        ValueError: the manifest cannot be used, or a file has another size.
+    """
+    manifest = read_json(checkpoint / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError("not a manifest of this format")
+    entries = manifest.get("files")
+    if not isinstance(entries, dict) or not entries.keys() >= set(FILES):
+        raise ValueError(f"a manifest without {', '.join(FILES)}")
+    for name, entry in entries.items():
+        is_entry = isinstance(entry, dict) and Path(name).name == name
+        if not is_entry or (type(entry.get("bytes")), type(entry.get("sha256"))) != (int, str):
+            raise ValueError(f"the manifest does not say size and hash of {name}")
+        if (size := (checkpoint / name).stat().st_size) != entry["bytes"]:
+            raise ValueError(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
+    return {name: entry["sha256"] for name, entry in entries.items()}
 
 
 def _write_files(taken: Snapshot, folder: Path) -> None:

@@ -163,6 +163,6 @@ def write_scores(scores: list[SetScore], path: Path) -> None:
     )
     # Into memory first: pyarrow's own writing leaves half a file, and an error without a place.
     content = io.BytesIO()
-    with storing(path):
-        pq.write_table(table, content)
+    pq.write_table(table, content)
+    with storing(path, content.tell()):
         atomic.write_file(path, content.getvalue())

@@ -7,7 +7,6 @@ against the hash in the manifest before a byte of it is used.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.core.checkpoint import checkpoints, is_whole
+from workbench.core.checkpoint import FORMAT, checkpoints, hashes, is_whole
 from workbench.core.random_states import set_random_states
 from workbench.core.schedules import RateTrace, model_values
 from workbench.core.train import TrainState
 from workbench.errors import UserError
+from workbench.json_files import read_json
 from workbench.spec.run import RunSpec
 
-FORMAT = 1
+# What a state of another form makes of this package, numpy and torch.
+_DAMAGED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,28 +68,41 @@ def open_checkpoint(path: Path) -> Saved:
         raise UserError.at(
             place, "there is no checkpoint here: no manifest", None, allowed
         ) from None
-    if not is_whole(path):
-        message = "the checkpoint is not whole: files are missing or have another size"
-        raise UserError.at(place, message, None, allowed)
-    for name, entry in json.loads(raw)["files"].items():
+    try:
+        wanted = hashes(path)
+    except (OSError, ValueError) as error:
+        message = f"the checkpoint is not whole: {error}"
+        raise UserError.at(place, message, None, allowed) from None
+    for name, sha256 in wanted.items():
         try:
             with (path / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UserError.at(str(path / name), f"cannot be read: {error.strerror}") from None
-        if found != entry.get("sha256"):
+        if found != sha256:
             message = "the content is not what the manifest says: the file is damaged"
-            raise UserError.at(str(path / name), message, found, str(entry.get("sha256")))
+            raise UserError.at(str(path / name), message, found, sha256)
+    return Saved(path, hashlib.sha256(raw).hexdigest(), _state(path / "state.json"))
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint, with the fields that decide where a run goes on."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        form = state["format"]
-        int(state["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError.at(str(path / "state.json"), f"not the state of a run: {error}") from None
-    if form != FORMAT:
+        state = read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError.at(str(path), f"not the state of a run: {error}") from None
+    if not isinstance(state, dict):
+        raise UserError.at(str(path), "not the state of a run", type(state).__name__)
+    if state.get("format") != FORMAT:
         message = "a format that this version does not read"
-        raise UserError.at(str(path / "state.json"), message, form, str(FORMAT))
-    return Saved(path, hashlib.sha256(raw).hexdigest(), state)
+        raise UserError.at(str(path), message, state.get("format"), str(FORMAT))
+    for name in ("step", "tokens"):
+        if type(state.get(name)) is not int or not 0 <= state[name] < 2**63:
+            message = "not the state of a run"
+            raise UserError.at(f"{path}: {name}", message, state.get(name), "a whole number >= 0")
+    if not isinstance(state.get("spec"), dict):
+        raise UserError.at(f"{path}: spec", "is not the spec of a run", state.get("spec"))
+    return state
 
 
 def newest_checkpoint(folder: Path) -> tuple[Saved | None, list[str]]:
@@ -115,9 +136,9 @@ def restore(state: TrainState, saved: Saved, spec: RunSpec) -> None:
         state.watch.load_state_dict(document["expert_watch"])
         state.step, state.tokens = saved.step, int(document["tokens"])
         set_random_states(document["random_states"])
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except _DAMAGED as error:
         raise UserError.at(str(saved.path), f"not the state of this run: {error!r}") from error
     state.model.set_values(model_values(spec, state.step))
 
@@ -158,7 +179,11 @@ def _load_moments(state: TrainState, saved: Saved) -> None:
             message = "the optimizer state of a parameter that this model does not have"
             raise UserError.at(str(path), message, name)
         parameter = parameters[name]
-        if value.ndim and value.shape == parameter.shape:
+        if value.ndim and value.shape != parameter.shape:
+            message = "optimizer state of another shape than its parameter"
+            allowed = f"{list(parameter.shape)}, or a single number"
+            raise UserError.at(str(path), message, f"{full_name}: {list(value.shape)}", allowed)
+        if value.ndim:
             own = torch.empty_like(parameter.detach(), dtype=value.dtype).copy_(value)
         else:
             own = value.clone()  # a count of steps: AdamW keeps it on the CPU, unless told

@@ -87,7 +87,7 @@ def overlap_words(overlap: object, documents: int | None) -> str:
 def histogram_words(overlap: object) -> str:
     """The classes of the histogram that hold documents; empty where nothing was measured."""
     counts = overlap.get("histogram") if isinstance(overlap, Mapping) else None
-    if not isinstance(counts, list):
+    if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
         return ""
     return ", ".join(
         f"{label}: {count:,}" for label, count in zip(HISTOGRAM, counts, strict=False) if count

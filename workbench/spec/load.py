@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -25,6 +26,12 @@ _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+
+# A spec is written by hand: more than this is something else, and would take minutes to parse.
+MOST_BYTES = 256 << 10
+_MOST_FILES = 100  # read for one spec, those it extends counted each time
+_MOST_DIGITS = 400
+_MOST_LEVELS = 50
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -69,7 +76,7 @@ def apply_overrides(source: Source, overrides: list[str]) -> None:
     keys = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not key:
+        if not equals or not key or key.count(".") > _MOST_LEVELS:
             raise UserError.at(text, "an override is written key=value", text, "training.steps=10")
         keys.append(key)
         node = _compose(value, f"override {key}")
@@ -78,21 +85,32 @@ def apply_overrides(source: Source, overrides: list[str]) -> None:
         tree: Any = given
         for part in reversed(key.split(".")):
             tree = {part: tree}
-        anchor(tree, Path.cwd())
+        anchor(tree, Path.cwd(), source.places)
         _merge(source.values, tree)
     if "seed" in keys and "name" not in keys:
         source.values["name"] = f"{source.values['name']}-s{source.values['seed']}"
 
 
-def read_source(path: Path, chain: tuple[Path, ...] = ()) -> Source:
-    """One YAML file with everything it extends, merged in order, the file itself last."""
+def read_source(
+    path: Path, chain: tuple[Path, ...] = (), opened: list[Path] | None = None
+) -> Source:
+    """One YAML file with everything it extends, merged in order, the file itself last.
+
+    `chain` are the files that lead to it, `opened` all that were read before it.
+    """
+    opened = [] if opened is None else opened
+    opened.append(path)
+    if len(opened) > _MOST_FILES:
+        raise UserError.at(str(opened[0]), f"extends more than {_MOST_FILES} files")
+    if "\0" in str(path):
+        raise UserError.at(str(chain[-1]), "extends", str(path), "a path without a null byte")
     real = path.resolve()
     if real in chain:
         loop = " -> ".join(p.name for p in (*chain[chain.index(real) :], real))
         raise UserError.at(str(path), f"extends goes round in a circle: {loop}")
     source = read_mapping(path, _wanted_by(chain))
     values, places = source.values, source.places
-    anchor(values, real.parent)
+    anchor(values, real.parent, places)
 
     bases = values.pop("extends", None) or []
     bases = [bases] if isinstance(bases, str) else bases
@@ -101,7 +119,7 @@ def read_source(path: Path, chain: tuple[Path, ...] = ()) -> Source:
         raise UserError.at(places.get("extends", str(path)), "extends", bases, allowed)
     merged = Source()
     for base in bases:
-        merged.merge(read_source(real.parent / base, (*chain, real)))
+        merged.merge(read_source(real.parent / base, (*chain, real), opened))
     merged.merge(source)
     return merged
 
@@ -149,7 +167,12 @@ def _wanted_by(chain: tuple[Path, ...]) -> str:
 
 def _read(path: Path, wanted_by: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            message = f"longer than a spec ever is{wanted_by}"
+            raise UserError.at(str(path), message, None, f"up to {MOST_BYTES:,} bytes")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"not UTF-8 at byte {error.start}{wanted_by}"
         raise UserError.at(str(path), message) from None
@@ -164,18 +187,25 @@ def _read(path: Path, wanted_by: str) -> str:
 
 
 def _compose(text: str, place: str) -> yaml.Node | None:
+    level = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             mark = event.start_mark
             where = f"{place}:{mark.line + 1}" if mark else place
+            level += isinstance(event, yaml.CollectionStartEvent)
+            level -= isinstance(event, yaml.CollectionEndEvent)
+            if level > _MOST_LEVELS:  # what is deeper takes the parser minutes
+                raise UserError.at(where, "nested too deeply to be a spec")
             if isinstance(event, yaml.AliasEvent):
                 message = "an alias cannot stand in a spec; share values with extends"
                 raise UserError.at(where, message, f"*{event.anchor}")
             if tag := getattr(event, "tag", None):
                 raise UserError.at(where, "a tag cannot stand in a spec", tag, "plain values")
         return yaml.compose(text, Loader=yaml.SafeLoader)
-    except RecursionError:
-        raise UserError.at(place, "nested too deeply to be a spec") from None
+    except UserError:
+        raise
+    except (ValueError, OverflowError) as error:  # an escape such as "\\U00110000"
+        raise UserError.at(place, f"not YAML: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{place}:{mark.line + 1}" if mark else place
@@ -191,7 +221,7 @@ def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, s
     if path:
         places[path] = f"{file}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node)
+        return _scalar(node, f"{file}:{node.start_mark.line + 1}")
     if isinstance(node, yaml.SequenceNode):
         return [_construct(item, f"{path}[{i}]", file, places) for i, item in enumerate(node.value)]
     values: dict[str, Any] = {}
@@ -201,6 +231,7 @@ def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, s
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if key is None or key == "<<":
             raise UserError.at(where, "a key is a plain word here; use extends to share values")
+        _require_text(key, where)
         if key in values:
             raise UserError.at(where, f"the key {key!r} stands twice in one mapping")
         inner = f"{path}.{key}" if path else key
@@ -209,8 +240,9 @@ def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, s
     return values
 
 
-def _scalar(node: yaml.ScalarNode) -> Any:
+def _scalar(node: yaml.ScalarNode, where: str) -> Any:
     text = node.value
+    _require_text(text, where)
     if node.style in ("'", '"', "|", ">"):
         return text
     if _NULL.fullmatch(text):
@@ -218,10 +250,27 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     if _BOOL.fullmatch(text):
         return text.lower() == "true"
     if _INT.fullmatch(text):
+        if len(text) > _MOST_DIGITS:
+            raise UserError.at(where, "a number of too many digits", f"{text[:20]}...")
         return int(text.replace("_", ""))
     if _FLOAT.fullmatch(text):
         return float(text)
     return _SPECIAL.get(text.lower(), text)
+
+
+def _require_text(text: str, where: str) -> None:
+    """Nothing, where files and terminals can hold the text.
+
+    Raises:
+        UserError: it holds half a surrogate pair, or a null byte, which ends every path.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"half a surrogate pair at character {error.start + 1} is no text"
+        raise UserError.at(where, message) from None
+    if "\0" in text:
+        raise UserError.at(where, f"a null byte at character {text.index(chr(0)) + 1} is no text")
 
 
 def _merge(base: dict[str, Any], later: dict[str, Any]) -> None:
@@ -232,15 +281,22 @@ def _merge(base: dict[str, Any], later: dict[str, Any]) -> None:
             base[key] = value
 
 
-def anchor(values: dict[str, Any], folder: Path) -> None:
+def anchor(
+    values: dict[str, Any], folder: Path, places: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Makes every path of a tree of values absolute: relative ones are taken from `folder`."""
     data = values.get("data")
     further = data.get("held_out") if isinstance(data, dict) else None
-    holders = [(values.get(section), key) for section, key in _PATHS]
-    holders += [(one, "path") for one in (further if isinstance(further, list) else [])]
-    for holder, key in holders:
+    holders = [(values.get(section), key, f"{section}.{key}") for section, key in _PATHS]
+    for index, one in enumerate(further if isinstance(further, list) else []):
+        holders.append((one, "path", f"data.held_out[{index}].path"))
+    for holder, key, name in holders:
         if isinstance(holder, dict) and isinstance(holder.get(key), str):
-            holder[key] = str(Path(folder, Path(holder[key]).expanduser()))
+            try:
+                holder[key] = str(Path(folder, Path(holder[key]).expanduser()))
+            except RuntimeError:
+                place = f"{places[name]}: {name}" if name in places else name
+                raise UserError.at(place, "this user has no home folder", holder[key]) from None
 
 
 def _without_nulls(value: Any) -> Any:

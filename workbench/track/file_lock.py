@@ -8,7 +8,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from workbench.errors import storing
+
+_LOCK_SECONDS = 60.0
 
 
 def lock_within(handle: int, seconds: float) -> bool:
@@ -49,3 +54,21 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Holds the lock on this file, which is made where needed.
+
+    Raises:
+        StoreError: the file cannot be written.
+        TimeoutError: another process kept the lock for a minute.
+    """
+    with storing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not lock_within(handle, _LOCK_SECONDS):
+            raise TimeoutError(f"{path} is locked by another process")
+        yield
+    finally:
+        os.close(handle)

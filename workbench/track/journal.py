@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from workbench.errors import UserError, reason_of, storing
@@ -132,7 +133,7 @@ class Journal:
         self.path = path
         self.names = tuple(names)
         self._known = frozenset(names)
-        self._last_step = -1
+        self._last_step, self._last_time = -1, 0.0
         with storing(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             self._handle = os.open(path, flags, 0o644)
@@ -163,6 +164,7 @@ class Journal:
         journal._last_step = int(
             max((step for step in there["step"] if step is not None), default=-1)
         )
+        journal._last_time = max((t for t in there.get("unix_time", []) if t), default=0.0)
         with storing(path):
             journal._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         return journal
@@ -181,10 +183,13 @@ class Journal:
         assert isinstance(step, int), f"a step is an integer, not {step!r}"
         assert step > self._last_step, f"steps must increase: {step} after {self._last_step}"
         # The wall-clock time of a row is what lets it be sent elsewhere twice and stored once.
-        row = {"unix_time": round(time.time(), 3), **legacy_cells(values), **values}
-        with storing(self.path):
-            self._append(_line([_cell(row.get(name)) for name in self.names]))
-        self._last_step = step
+        # A clock that was set back does not turn the order of the rows round.
+        now = max(round(time.time(), 3), self._last_time)
+        row = {"unix_time": now, **legacy_cells(values), **values}
+        line = _line([_cell(row.get(name)) for name in self.names])
+        with storing(self.path, len(line)):
+            self._append(line)
+        self._last_step, self._last_time = step, now
 
     def close(self) -> None:
         """Closes the file; more than once is fine."""
@@ -239,6 +244,9 @@ class Tail:
             cells = self._split(line)
             if self._lines == 1:
                 self._names = cells
+                if len(set(cells)) != len(cells):
+                    twice = next(name for name in cells if cells.count(name) > 1)
+                    raise UserError.at(f"{self.path}:1", "a column stands twice", twice)
             else:
                 rows.append(self._row(cells))
         self._offset += len(complete)
@@ -261,12 +269,16 @@ class Tail:
             message = f"{len(cells)} cells under {len(self._names)} columns"
             raise UserError.at(place, message)
         try:
-            return {
+            row = {
                 name: float(cell) if cell else None
                 for name, cell in zip(self._names, cells, strict=True)
             }
         except ValueError as error:
-            raise UserError.at(place, f"not a number: {error}") from None
+            raise UserError.at(place, f"not a number: {error}"[:200]) from None
+        step = row.get("step", 0.0)
+        if step is None or not 0 <= step < 2**53 or not step.is_integer():
+            raise UserError.at(f"{place}: step", "not a step", step, "a whole number >= 0")
+        return row
 
 
 def read_metrics(path: Path) -> dict[str, list[float | None]]:
@@ -288,6 +300,11 @@ def read_metrics(path: Path) -> dict[str, list[float | None]]:
     if "step" not in tail.names:
         what = "there is no such file" if not path.exists() else "there is no column `step`"
         raise UserError.at(str(path), what)
+    steps = [row["step"] or 0 for row in rows]
+    for before, step in pairwise(steps):
+        if step <= before:
+            message = f"the row of step {step:.0f} stands after that of step {before:.0f}"
+            raise UserError.at(str(path), message, None, "each step once, in their order")
     table = {name: [row[name] for row in rows] for name in tail.names}
     if tuple(tail.names) == ORIGINAL_COLUMNS:
         for name in set(table) - _ALWAYS_MEASURED:

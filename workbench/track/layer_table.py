@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import storing
+from workbench.errors import UserError, storing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,15 +70,21 @@ def rewind_table(folder: Path, step: int) -> None:
     """Removes all rows after `step`; the rows kept are segments again, as while the run went on.
 
     Raises:
+        UserError: a file is damaged.
         OSError: it cannot be read or written.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     for path in (folder / TABLE, *sorted((folder / SEGMENTS).glob("step_*.parquet"))):
         if not path.exists():
             continue
-        table = pq.ParquetFile(path).read()
-        steps = table.column("step").to_numpy()
+        try:
+            table = pq.ParquetFile(path).read()
+            steps = table.column("step").to_numpy()
+        except (pa.ArrowException, KeyError) as error:
+            message = f"not a table of telemetry: {error}".partition("\n")[0]
+            raise UserError.at(str(path), message, None, "the file as it was written") from None
         kept = table.filter(steps <= step)
         if len(kept) == len(table) and path.name != TABLE:
             continue

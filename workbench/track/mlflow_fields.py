@@ -23,7 +23,8 @@ from workbench.track.record import Resumption, RunRecord
 
 # MLflow 3's limits, in characters.
 KEY_LIMIT = 250
-PARAM_LIMIT = 6000
+PARAM_LIMITS = (6000, 500, 250)  # of this version, of earlier ones, and of the first
+PARAM_LIMIT = PARAM_LIMITS[0]
 TAG_LIMIT = 8000
 _DIGEST_LIMIT = 36
 
@@ -31,6 +32,10 @@ RUN_ID_TAG = "workbench.run_id"
 STATUS_TAG = "workbench.status"
 NAMES_TAG = "workbench.renamed"
 SPEC_FILE = "spec.yaml"
+
+# MLflow 3.17 opens an experiment in its view for language-model applications unless told.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+EXPERIMENT_NAME_TAG = "workbench.experiment"  # where the name had to be written otherwise
 
 # A row's tokens are the metric by which a server is asked what it has.
 ANCHOR = "tokens"
@@ -76,15 +81,46 @@ def safe_key(name: str) -> str:
             parts[index] = _escape(".") + part[1:]
         elif not part:
             parts[index] = "_u_"  # an escape of nothing: an empty part is not a path
-    key = "/".join(parts)
-    if len(key) > KEY_LIMIT:
-        mark = "..." + _sha(name)[:16]
-        key = key[: KEY_LIMIT - len(mark)] + mark
-    return key
+    return _cut("/".join(parts), name)
+
+
+def safe_experiment(name: str) -> str:
+    """The name of an experiment as any server takes it; `original_key` gives it back.
+
+    What is not printable becomes `_u<hex>_`, as blanks at the ends do, which a database may drop.
+    """
+
+    def is_odd(at: int) -> bool:
+        blank = name[at].isspace() and at in (0, len(name) - 1)
+        return blank or not name[at].isprintable()
+
+    def reads_as_escape(at: int) -> bool:
+        if not name.startswith("_u", at) or at + 2 == len(name):
+            return False
+        return name[at + 2] in "0123456789abcdef_" or is_odd(at + 2)
+
+    key = "".join(
+        _escape(letter) if is_odd(at) or reads_as_escape(at) else letter
+        for at, letter in enumerate(name)
+    )
+    return _cut(key, name)
+
+
+def experiment_tags(name: str) -> dict[str, str]:
+    """The tags of the experiment of this name."""
+    is_renamed = safe_experiment(name) != name
+    return EXPERIMENT_TAGS | ({EXPERIMENT_NAME_TAG: name} if is_renamed else {})
+
+
+def _cut(key: str, name: str) -> str:
+    if len(key) <= KEY_LIMIT:
+        return key
+    mark = "..." + _sha(name)[:16]
+    return key[: KEY_LIMIT - len(mark)] + mark
 
 
 def original_key(key: str) -> str:
-    """The name that `safe_key` made this key of."""
+    """The name that `safe_key` or `safe_experiment` made this key of."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else "", key)
 
 
@@ -102,19 +138,22 @@ def metrics_of(row: Row) -> dict[str, float]:
     }
 
 
-def params_of(record: RunRecord) -> dict[str, str]:
-    """Every leaf of the resolved spec: dotted path -> value as text."""
+def params_of(record: RunRecord, limit: int = PARAM_LIMIT) -> dict[str, str]:
+    """Every leaf of the resolved spec: dotted path -> value as text of at most `limit` characters.
+
+    What is cut says so, and is whole in the artifact `SPEC_FILE`.
+    """
     params = {}
     for path, value in leaves(record.spec).items():
-        params[safe_key(path)] = _limited(redact(text_of(value)), PARAM_LIMIT, SPEC_FILE)
+        params[safe_key(path)] = _limited(redact(text_of(value)), limit, SPEC_FILE)
     return params
 
 
 def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dict[str, str]:
     """The user's tags, those that MLflow itself knows, and every effective fact."""
     tracking = record.spec.get("tracking")
-    given = (tracking.get("tags") if isinstance(tracking, dict) else None) or {}
-    tags = {str(key): str(value) for key, value in given.items()}
+    given = tracking.get("tags") if isinstance(tracking, dict) else None
+    tags = {str(key): str(value) for key, value in given.items()} if isinstance(given, dict) else {}
     effective = record.effective.model_dump(mode="json")
     for section, facts in (("effective", effective), ("provenance", record.provenance)):
         for path, value in leaves(facts).items():

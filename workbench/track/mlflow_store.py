@@ -8,7 +8,6 @@ and where that note may be wrong (a new process, an error half way) the server i
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import math
 import os
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -28,6 +27,7 @@ from workbench.track import mlflow_fields as fields
 from workbench.track import parents
 from workbench.track.comparisons import comparison_tags, report_files
 from workbench.track.feeder import MlflowTracker, tracking_address
+from workbench.track.file_lock import exclusive
 from workbench.track.journal import Row, Tail
 from workbench.track.provenance import redact
 from workbench.track.record import RunRecord, read_record, write_json
@@ -39,14 +39,10 @@ if TYPE_CHECKING:
 POSITION = "mlflow.json"
 _LOCK = ".mlflow.lock"
 _ASIDE = ".mlflow-new-"
-_LOCK_SECONDS = 60.0
 _METRICS_PER_CALL = 1000
 _FIELDS_PER_CALL = 100
 HEARTBEAT_SECONDS = 60.0
 HEARTBEAT_TAG = "workbench.heartbeat"
-
-# MLflow 3.17 opens an experiment in its view for language-model applications unless told.
-EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 # Beside the record and the metrics, these files of a run folder are sent when it has ended.
 _ARTIFACTS = ("*.parquet", "*/*.parquet", "*.diff")
@@ -155,26 +151,6 @@ def _create_database(store: Store) -> None:
             new.replace(store.database)
 
 
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """A lock on a file that the kernel drops with its process; waits a minute for it."""
-    with storing(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path} is locked by another process") from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(handle)
-
-
 def read_position(folder: Path) -> Position | None:
     """What was noted in the run folder; None where nothing (readable) was."""
     try:
@@ -219,7 +195,7 @@ class Feed:
             position = self._position = self._locate(record)
             self._ask(position, status)
         if not position.params:
-            self._send_params(position, fields.params_of(record))
+            self._send_params(position, record)
             position.params = True
             self._note(position)
         self._send_datasets(position, record)
@@ -236,6 +212,7 @@ class Feed:
             # Artifacts that find no room must not leave a run that has ended as a running one.
             if status not in ("RUNNING", position.status):
                 ended = fields.milliseconds(record.ended) or self._last_moment(record)
+                ended = max(ended, fields.milliseconds(record.started) or 0)
                 self._target.client.set_terminated(position.run_id, status, ended)
                 position.status = status
                 self._note(position)
@@ -290,16 +267,27 @@ class Feed:
         self._asked = True
         return True
 
-    def _send_params(self, position: Position, params: dict[str, str]) -> None:
-        """MLflow's parameters are written once: only those that are not there are sent."""
+    def _send_params(self, position: Position, record: RunRecord) -> None:
+        """Those that are not there: they are written once; cut shorter where that is needed."""
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
 
         client, run_id = self._target.client, position.run_id
-        there = client.get_run(run_id).data.params
-        missing = [Param(key, value) for key, value in params.items() if key not in there]
-        for start in range(0, len(missing), _FIELDS_PER_CALL):
-            batch = missing[start : start + _FIELDS_PER_CALL]
-            client.log_batch(run_id, params=batch, synchronous=True)
+        for limit in fields.PARAM_LIMITS:
+            there = client.get_run(run_id).data.params
+            params = fields.params_of(record, limit).items()
+            missing = [Param(key, value) for key, value in params if key not in there]
+            try:
+                for start in range(0, len(missing), _FIELDS_PER_CALL):
+                    batch = missing[start : start + _FIELDS_PER_CALL]
+                    client.log_batch(run_id, params=batch, synchronous=True)
+                return
+            except MlflowException as error:
+                if (
+                    limit == fields.PARAM_LIMITS[-1]
+                    or error.error_code != "INVALID_PARAMETER_VALUE"
+                ):
+                    raise
 
     def _send_tags(self, position: Position, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -424,6 +412,7 @@ def _experiment(client: MlflowClient, address: str, store: Store, name: str) -> 
     """The id of the experiment of this name, created and marked where needed."""
     from mlflow.exceptions import MlflowException
 
+    wanted, name = fields.experiment_tags(name), fields.safe_experiment(name)
     found = client.get_experiment_by_name(name)
     if found is None:
         # A server knows where its artifacts go. A database's default is a folder relative to the
@@ -431,15 +420,14 @@ def _experiment(client: MlflowClient, address: str, store: Store, name: str) -> 
         is_database = address.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql")
         location = store.artifacts.as_uri() if is_database else None
         try:
-            return str(client.create_experiment(name, location, tags=dict(EXPERIMENT_TAGS)))
+            return str(client.create_experiment(name, location, tags=wanted))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         found = client.get_experiment_by_name(name)  # another process was faster
         assert found is not None, f"experiment {name!r} exists and is not found"
-    tags: Mapping[str, Any] = found.tags
-    for key, value in EXPERIMENT_TAGS.items():
-        if key not in tags:
+    for key, value in wanted.items():
+        if key not in found.tags:
             client.set_experiment_tag(found.experiment_id, key, value)
     return str(found.experiment_id)
 

@@ -91,7 +91,8 @@ def push(client: Any, run_id: str, folder: Path, reports: list[Path]) -> None:
 
 def send_study(folder: Path) -> str | None:
     """Sends MLflow what it does not have of a study; returns why it did not take it."""
-    from workbench.track.mlflow_store import connect, exclusive
+    from workbench.track.file_lock import exclusive
+    from workbench.track.mlflow_store import connect
 
     summary, store = _summary(folder), Store(folder.resolve().parents[1])
     uri = os.environ.get("MLFLOW_TRACKING_URI") or summary.get("uri")

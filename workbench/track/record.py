@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.errors import UserError, storing
+from workbench.json_files import read_json
 from workbench.spec.run import RunSpec
 
 SCHEMA_VERSION = 2  # 1 is the format of the runner that this package replaces
@@ -23,6 +24,12 @@ SCHEMA_VERSION = 2  # 1 is the format of the runner that this package replaces
 # Tags (of `tracking.tags`) by which a run says which study planned it, and as which arm.
 STUDY_TAG = "workbench.study"
 STUDY_ARM_TAG = "workbench.arm"
+
+_SECTIONS = [
+    name
+    for name, field in RunSpec.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+]
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
@@ -218,7 +225,7 @@ class Addition(_Part):
     values: dict[str, float]
     facts: dict[str, Any] = {}
     ran: dict[str, Any] = {}
-    scores: str | None = None
+    scores: Annotated[str, Field(pattern=r"^evaluations/[^/\\\x00]+$")] | None = None
 
 
 class Results(_Part):
@@ -353,20 +360,27 @@ def read_record(folder: Path) -> RunRecord:
     """
     path = folder / "run_config.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if "args" in document and "spec" not in document:
             message = "this is a record of the runner that this package replaces"
             raise UserError.at(str(path), message, None, "a run of this package")
         document["model_config_"] = document.pop("model_config", {})
-        return RunRecord.model_validate(document)
+        record = RunRecord.model_validate(document)
     except FileNotFoundError:
         raise UserError.at(str(path), "there is no run record here") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError.at(f"{path}: {where}", first["msg"]) from None
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError.at(str(path), f"this is not a readable run record: {error}") from None
+    for name in _SECTIONS:
+        if not isinstance(record.spec.get(name, {}), dict):
+            message = "a section of a spec is a mapping"
+            raise UserError.at(f"{path}: spec.{name}", message, record.spec[name])
+    return record
 
 
 def strict(value: Any) -> Any:
@@ -392,7 +406,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         StoreError: the disk is full or the folder cannot be written; nothing is left behind.
     """
-    with storing(path):
+    with storing(path, len(text.encode())):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

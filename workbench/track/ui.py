@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from workbench.errors import StoreError, UserError
-from workbench.track.mlflow_store import EXPERIMENT_TAGS, store_database
+from workbench.track.mlflow_fields import experiment_tags, safe_experiment
+from workbench.track.mlflow_store import store_database
 from workbench.track.store import Store
 
 LOOPBACK = "127.0.0.1"
@@ -110,7 +111,8 @@ def _wait_until_it_answers(server: subprocess.Popen[bytes], address: str, log: I
 
 def _experiment_id(address: str, store: Store, name: str) -> str:
     """The id of the experiment, made and marked as model training where needed."""
-    query = urllib.parse.urlencode({"experiment_name": name})
+    key = safe_experiment(name)
+    query = urllib.parse.urlencode({"experiment_name": key})
     try:
         found = _call(address, f"experiments/get-by-name?{query}")["experiment"]
     except urllib.error.HTTPError as error:
@@ -118,13 +120,13 @@ def _experiment_id(address: str, store: Store, name: str) -> str:
             raise StoreError.at(
                 address, f"MLflow refuses to name its experiments: {error}"
             ) from None
-        tags = [{"key": key, "value": value} for key, value in EXPERIMENT_TAGS.items()]
-        body = {"name": name, "artifact_location": store.artifacts.as_uri(), "tags": tags}
+        tags = [{"key": tag, "value": value} for tag, value in experiment_tags(name).items()]
+        body = {"name": key, "artifact_location": store.artifacts.as_uri(), "tags": tags}
         return str(_call(address, "experiments/create", body)["experiment_id"])
     known = {tag["key"] for tag in found.get("tags", [])}
-    for key, value in EXPERIMENT_TAGS.items():
-        if key not in known:
-            body = {"experiment_id": found["experiment_id"], "key": key, "value": value}
+    for tag, value in experiment_tags(name).items():
+        if tag not in known:
+            body = {"experiment_id": found["experiment_id"], "key": tag, "value": value}
             _call(address, "experiments/set-experiment-tag", body)
     return str(found["experiment_id"])
 

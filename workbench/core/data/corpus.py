@@ -326,7 +326,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                         problem = f"not UTF-8 (byte {error.start} of the row)"
                         raise DataError.at(place, problem, None, "UTF-8 text") from error
                     yield checked_text(text, place, field)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError.at(str(path), f"not a readable parquet file: {error}") from error
 
 

@@ -34,6 +34,7 @@ from workbench.core.data.errors import DataError
 from workbench.core.data.near_duplicates import NearDuplicates
 from workbench.core.data.tokenizer import Ids, Tokenizer, token_dtype
 from workbench.errors import storing
+from workbench.json_files import read_json
 
 FORMAT = "workbench-encoded-corpus-v2"
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 8 << 20, 8192  # text held while it is encoded
@@ -192,7 +193,7 @@ def _open(folder: Path, key: str) -> EncodedCorpus | str | None:
     if not folder.exists():
         return None
     try:
-        index: dict[str, Any] = json.loads((folder / "index.json").read_bytes())
+        index: dict[str, Any] = read_json(folder / "index.json")
         header = index["header"]
         if index["sha256"] != _sha256(_canonical(header)):
             return "index.json does not match its own hash"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from workbench.core.data.errors import DataError
 from workbench.core.data.prepare import MANIFEST
-from workbench.core.data.shard_index import DOCUMENTS_INDEX, INDEX
+from workbench.core.data.shard_index import DOCUMENTS_INDEX, INDEX, read_json
 from workbench.core.data.shards import TokenShard, open_shard
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
-from workbench.errors import reason_of
 
 FIRST = 32  # ids shown
 SIDES = ("train", "held_out")
@@ -34,12 +32,12 @@ def inspect(
     if not sides or (path / INDEX).exists():
         shard = open_shard(path, format, place="DIR", vocab_size=vocab_size, tokenizer=tokenizer)
         return [_facts(shard, cache_dir, tokenizer_path)]
-    manifest = _json(path / MANIFEST) if (path / MANIFEST).exists() else None
+    manifest = read_json(path / MANIFEST) if (path / MANIFEST).exists() else None
     found = []
     for side in sides:
         facts = _facts(open_shard(side, place="DIR"), cache_dir, tokenizer_path)
         if manifest is not None:
-            written = manifest.get("shards", {}).get(side.name, {}).get("sha256")
+            written = _hash_of(manifest, side.name)
             if written != facts["sha256"]:
                 message = f"is not the shard that {path / MANIFEST} names"
                 raise DataError.at(str(side), message, facts["sha256"], f"SHA-256 {written}")
@@ -83,7 +81,7 @@ def _documents(shard: TokenShard) -> dict[str, Any] | None:
     }
     if shard.has_text_facts:
         folder = shard.path if shard.path.is_dir() else shard.path.parent
-        described = _json(folder / DOCUMENTS_INDEX)
+        described = read_json(folder / DOCUMENTS_INDEX)
         found |= {"text_bytes": int(rows["bytes"].sum()), "split": described.get("split")}
     return found
 
@@ -108,13 +106,9 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str | None:
         return None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _hash_of(manifest: dict[str, Any], side: str) -> str | None:
+    """The hash of a side's shard, where the manifest has one."""
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError.at(str(path), f"cannot be read: {reason_of(error)}") from error
-    except ValueError as error:
-        raise DataError.at(str(path), f"is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError.at(str(path), "is not a JSON object", type(found).__name__)
-    return found
+        return str(manifest["shards"][side]["sha256"])
+    except (KeyError, TypeError):
+        return None

@@ -45,6 +45,7 @@ from workbench.core.data.sides import Documents, Sides, choose_sides, first_of_e
 from workbench.core.data.split import MIN_DOCUMENTS, merged
 from workbench.core.data.workers import Workers
 from workbench.errors import StoreError, storing
+from workbench.json_files import read_json
 
 FORMAT = "workbench-prepared-v1"
 MANIFEST = "prepare.json"
@@ -369,27 +370,30 @@ def _standing(out: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
             return None
         if not out.is_dir():
             raise DataError.at("--out", "is not a folder", str(out), remedy)
-        manifest: dict[str, Any] = json.loads((out / MANIFEST).read_bytes())
+        manifest: dict[str, Any] = read_json(out / MANIFEST)
         if manifest["format"] != FORMAT:
-            raise ValueError
+            raise TypeError
         for side, shard in manifest["shards"].items():
-            index = json.loads((out / side / INDEX).read_bytes())
-            size = (out / side / BIN).stat().st_size
+            index = read_json(out / Path(side).name / INDEX)
+            size = (out / Path(side).name / BIN).stat().st_size
             if (
                 index["sha256"] != shard["sha256"]
                 or size != np.dtype(index["dtype"]).itemsize * (shard["ids"])
             ):
                 message = f"holds prepared shards, and {side} is not as it was written"
                 raise DataError.at("--out", message, str(out), remedy)
+        known = manifest["inputs"]
+        differing = [key for key, value in inputs.items() if known.get(key) != value]
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise StoreError.at(str(out), f"cannot be read: {error.strerror}") from error
         message = "holds something else, which is not overwritten"
         raise DataError.at("--out", message, str(out), remedy) from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+    except DataError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError):
         message = "holds something else, which is not overwritten"
         raise DataError.at("--out", message, str(out), remedy) from None
-    differing = [key for key, value in inputs.items() if manifest["inputs"].get(key) != value]
     if differing:
         message = f"holds shards of another preparation ({', '.join(differing)} differ)"
         raise DataError.at("--out", message, str(out), remedy)

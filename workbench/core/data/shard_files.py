@@ -23,8 +23,9 @@ from workbench.core.data import atomic
 from workbench.core.data.errors import DataError
 from workbench.core.data.tokenizer import Ids
 from workbench.errors import reason_of, storing
+from workbench.json_files import read_json
 
-FORMAT = "workbench-checked-tokens-v1"
+FORMAT = "workbench-checked-tokens-v2"
 CHUNK_BYTES = 8 << 20
 # A file changed so short ago may change again without another time of change: not remembered.
 SETTLED_NS = 100_000_000
@@ -129,7 +130,8 @@ class StoredIds:
         known = {"format": FORMAT, **self._key(), **asdict(self._content)}
         path = memory / self._name
         with storing(path):
-            atomic.write_file(path, json.dumps(known, sort_keys=True).encode() + b"\n")
+            document = {"known": known, "sha256": _sha256(known)}
+            atomic.write_file(path, json.dumps(document, sort_keys=True).encode() + b"\n")
 
     def require_unchanged(self) -> None:
         """Nothing, where the file is as it was when its content was checked.
@@ -220,10 +222,18 @@ class StoredIds:
         if memory is None:
             return None
         try:
-            known = json.loads((memory / self._name).read_bytes())
-            if known["format"] != FORMAT or any(known[k] != v for k, v in self._key().items()):
+            document = read_json(memory / self._name)
+            known = document["known"]
+            if document["sha256"] != _sha256(known) or known["format"] != FORMAT:
+                return None
+            if any(known[key] != value for key, value in self._key().items()):
                 return None
             hashes = str(known["sha256"]), str(known["ids_sha256"])
             return Content(*hashes, int(known["lowest"]), int(known["highest"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None  # nothing is remembered, or nothing that can be used
+
+
+def _sha256(known: object) -> str:
+    """What tells a note from a damaged one."""
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

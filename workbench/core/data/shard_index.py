@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
+import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from workbench.core.data.errors import DataError
 from workbench.core.data.shard_files import TokenFile
 from workbench.errors import reason_of
+from workbench.json_files import read_json as read_strict
 
 FORMAT = "complexity-token-shard-v1"
 DOCUMENTS_FORMAT = "workbench-shard-documents-v1"
@@ -32,6 +34,11 @@ DOCUMENT = np.dtype([("start", "<i8"), ("end", "<i8"), ("bytes", "<i8"), ("sha25
 
 Format = Literal["complexity", "llmc", "megatron", "nanogpt"]
 Documents = npt.NDArray[np.void]  # [N] of DOCUMENT
+
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +146,10 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: it cannot be read, or is none.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = read_strict(path)
     except OSError as error:
         raise DataError.at(str(path), f"cannot be read: {reason_of(error)}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError.at(str(path), f"not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError.at(str(path), "holds no JSON object", type(found).__name__)
@@ -167,18 +174,26 @@ def read_sidecar(header: Header, bin_sha256: str) -> Sidecar | None:
         if (found := hashlib.sha256(raw).hexdigest()) != index["sha256"]:
             message = f"does not hold what {DOCUMENTS_INDEX} says"
             raise DataError.at(str(rows_path), message, found, f"SHA-256 {index['sha256']}")
-        rows: Documents = np.load(io.BytesIO(raw), allow_pickle=False)
+        rows: Documents = read_array(raw)
         if rows.dtype != DOCUMENT or rows.shape != (index["documents"],):
             message = "is not a table of these documents"
             allowed = f"{index['documents']} rows of {DOCUMENT}"
             raise DataError.at(str(rows_path), message, f"{rows.shape}, {rows.dtype}", allowed)
         eod_id, tokenizer = index["eod_id"], index["tokenizer"]
-        if eod_id is not None and not 0 <= eod_id < (header.vocab_size or 0):
+        is_id = type(eod_id) is int and 0 <= eod_id < (header.vocab_size or 0)
+        if eod_id is not None and not is_id:
             raise DataError.at(f"{path}: eod_id", "is outside the vocabulary", eod_id)
+        if not isinstance(tokenizer["sha256"], str | None):
+            message = "has another type"
+            raise DataError.at(f"{path}: tokenizer.sha256", message, tokenizer["sha256"])
         if tokenizer["name"] != header.tokenizer:
             message = f"is not the tokenizer in {INDEX}"
             raise DataError.at(f"{path}: tokenizer", message, tokenizer["name"], header.tokenizer)
         require_ranges(rows_path, rows["start"], rows["end"], header.file.count)
+        if (negative := np.flatnonzero(rows["bytes"] < 0)).size:
+            row = int(negative[0])
+            message = f"document {row} has fewer bytes than none"
+            raise DataError.at(str(rows_path), message, int(rows["bytes"][row]), "0 or more")
         return Sidecar(rows, tokenizer["sha256"], eod_id)
     except OSError as error:
         raise DataError.at(str(rows_path), f"cannot be read: {reason_of(error)}") from None
@@ -187,6 +202,28 @@ def read_sidecar(header: Header, bin_sha256: str) -> Sidecar | None:
             raise
         message = f"cannot be used: {type(error).__name__} {error}"
         raise DataError.at(str(path), message) from None
+
+
+def read_array(raw: bytes) -> npt.NDArray[Any]:
+    """The array of a .npy file. Unlike `np.load`, it takes no memory for what is not in the file.
+
+    Raises:
+        ValueError: it is none, or its header promises another size than it has.
+    """
+    file = io.BytesIO(raw)
+    try:
+        version = np.lib.format.read_magic(file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a header as Python 2 wrote it
+            shape, is_fortran, dtype = _HEADERS[version](file)
+        size = math.prod(shape) * dtype.itemsize
+    except Exception as error:  # numpy's parser raises many kinds
+        raise ValueError(f"not the header of an array: {error}") from None
+    rest = raw[file.tell() :]
+    if dtype.hasobject or min(shape, default=0) < 0 or size != len(rest):
+        raise ValueError(f"{len(rest):,} bytes are not {shape} of {dtype}")
+    found = np.frombuffer(rest, dtype)
+    return found.reshape(shape, order="F" if is_fortran else "C")
 
 
 def require_ranges(

@@ -28,6 +28,7 @@ from workbench.core.data.corpus import (
 from workbench.core.data.errors import DataError
 from workbench.core.data.retry import Patience, retried
 from workbench.errors import storing
+from workbench.json_files import read_json
 
 REMEDY = 'pip install "workbench[fineweb]"'
 SPLIT = "train"  # of a hub data set
@@ -234,7 +235,7 @@ def _require_text(path: Path, field: str) -> None:
             require_text_column(opened, str(path), field)
     except OSError as error:
         raise DataError.at(str(path), f"cannot be read: {error.strerror or error}") from error
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # names of columns are text, too
         raise DataError.at(str(path), f"not a readable parquet file: {error}") from error
 
 
@@ -255,17 +256,27 @@ def _stamp(path: Path, cache: Path) -> Stamp:
     if time.time_ns() - stamp.mtime_ns > _SETTLED_NS:
         entry = _entry(path, cache)
         with storing(entry):
-            atomic.write_file(entry, json.dumps({"sha256": stamp.sha256}).encode())
+            known = {"sha256": stamp.sha256, "check": _check(stamp.sha256, entry)}
+            atomic.write_file(entry, json.dumps(known).encode())
     return stamp
 
 
 def _remembered(path: Path, cache: Path) -> Stamp | None:
+    entry = _entry(path, cache)
     try:
-        sha256 = json.loads(_entry(path, cache).read_bytes())["sha256"]
+        known = read_json(entry)
+        sha256 = str(known["sha256"])
+        if known["check"] != _check(sha256, entry):
+            return None  # damaged
     except (OSError, ValueError, KeyError, TypeError):
         return None
     size, mtime_ns = stat_of(path) or (0, 0)
-    return Stamp(str(sha256), size, mtime_ns)
+    return Stamp(sha256, size, mtime_ns)
+
+
+def _check(sha256: str, entry: Path) -> str:
+    """What tells a note of a hash from a damaged one, and from that of another file."""
+    return _sha256([sha256, entry.name])
 
 
 def _entry(path: Path, cache: Path) -> Path:
