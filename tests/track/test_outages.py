@@ -35,10 +35,11 @@ def test_what_waited_during_the_run_is_sent_at_its_end(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The database is not there until the run is about to end; `target` has made one like it."""
+    """A folder stands in the database's place until the run is about to end."""
     caplog.set_level(logging.WARNING)
     store = Store(tmp_path / "mlruns")
     away = tmp_path / "away" / "mlflow.db"
+    away.mkdir(parents=True)
     folder, record, journal = make_run(store, "waited", 5)
     tracker = MlflowTracker(f"sqlite:///{away}", store, "workbench", poll_seconds=0.2)
     tracker.start(record, folder)
@@ -48,7 +49,7 @@ def test_what_waited_during_the_run_is_sent_at_its_end(
         time.sleep(0.05)
     assert "does not have all of this run" in caplog.text
     journal.write(rows(1, first=5)[0])
-    away.parent.mkdir()
+    away.rmdir()
     shutil.copyfile(mlflow_store.database, away)
     journal.close()
     end_run(folder, record)

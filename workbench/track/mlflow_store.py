@@ -85,9 +85,19 @@ def connect(uri: str | None, store: Store, experiment: str) -> Target:
     from mlflow.tracking import MlflowClient
 
     address = tracking_address(uri, store)
+    if _is_database(address):
+        import mlflow.store.db.utils as databases
+
+        # It would try for 100 s before it says that a database is away; who calls us tries again.
+        databases.MAX_RETRY_COUNT = 1
     with store_database(store) if address == store.tracking_uri else contextlib.nullcontext():
         client = MlflowClient(address)
         return Target(client, _experiment(client, address, store, experiment), redact(address))
+
+
+def _is_database(address: str) -> bool:
+    """Whether MLflow writes there by itself, in place of asking a server to."""
+    return address.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql")
 
 
 def _before_import() -> None:
@@ -417,8 +427,7 @@ def _experiment(client: MlflowClient, address: str, store: Store, name: str) -> 
     if found is None:
         # A server knows where its artifacts go. A database's default is a folder relative to the
         # directory that happens to be the current one.
-        is_database = address.split(":")[0].split("+")[0] in ("sqlite", "postgresql", "mysql")
-        location = store.artifacts.as_uri() if is_database else None
+        location = store.artifacts.as_uri() if _is_database(address) else None
         try:
             return str(client.create_experiment(name, location, tags=wanted))
         except MlflowException as error:
