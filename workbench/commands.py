@@ -28,6 +28,7 @@ from workbench.compare_command import (
 from workbench.data_commands import app as data_app
 from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
+from workbench.import_commands import app as import_app
 from workbench.keep_commands import sync, verify
 from workbench.output import write_document, write_line
 from workbench.rule_commands import diff, explain
@@ -46,6 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(data_app)
+app.add_typer(import_app)
 app.add_typer(study_app)
 
 

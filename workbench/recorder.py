@@ -169,7 +169,7 @@ class Recorder:
         record.status = status
         record.results.unused_experts = self._parts.state.watch.unused if step else []
         # Never before its start, though the clock be set back meanwhile.
-        record.error, record.ended = error and redact(error), max(now(), record.started)
+        record.error, record.ended = error and redact(error), max(now(), record.started or "")
         record.results.tokens = self._parts.state.tokens
         record.results.seconds = time.monotonic() - self._began
         record.results.peak_memory_bytes = peak_bytes(self._parts.device)

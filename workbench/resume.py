@@ -211,7 +211,7 @@ def _continued(
     counted = [one for one in found if one.effect != "free"]
     entry = Resumption(
         step=saved.step if saved else 0,
-        when=new.started,
+        when=new.started or "",
         checkpoint_sha256=saved.sha256 if saved else None,
         status_before=status,
         changes=[one.to_json() for one in found],

@@ -242,7 +242,7 @@ def replay(parts: Components, record: RunRecord, folder: Path) -> dict[int, str]
             raise KeyboardInterrupt from request
         finally:
             recorder.close()
-    return {point.step: point.order_digest for point in record.points}
+    return {point.step: str(point.order_digest) for point in record.points}
 
 
 def new_record(parts: Components, command: list[str]) -> RunRecord:

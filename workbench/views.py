@@ -67,7 +67,7 @@ def run_table(rows: list[dict[str, Any]]) -> str:
                 f"{row['tokens']:,}",
                 _held_out(row),
                 "" if row["smoke_test"] else _number(row["train_split/nll"]),
-                row["started"].replace("T", " ")[:16],
+                (row["started"] or "").replace("T", " ")[:16],
                 *([f"{row['study']}: {row['arm']}" if row["study"] else ""] if studies else []),
             ]
         )
@@ -83,28 +83,30 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     effective, results = record.effective, record.results
     spec = record.spec
     model = spec.get("model", {})
-    kind, mlp, layers, width = (
-        model.get(name, "unknown")
-        for name in ("attention_type", "mlp_type", "num_hidden_layers", "hidden_size")
-    )
-    vocab_size = effective.tokenizer.vocab_size
-    entries = "unknown" if vocab_size is None else f"{vocab_size:,}"
+    kind = [_known(model.get(name)) for name in ("attention_type", "mlp_type")]
+    layers, hidden = (model.get(name) for name in ("num_hidden_layers", "hidden_size"))
+    sizes = f"{_known(layers)} layers x {_known(hidden)}"
+    entries = effective.tokenizer.vocab_size
     lines = [
         ("run", f"{record.name}  ({record.id})"),
         ("status", status + (f": {record.error}" if record.error else "")),
         *([("study", f"{record.study[0]}, arm {record.study[1]}")] if record.study else []),
-        ("started", f"{record.started}" + (f", ended {record.ended}" if record.ended else "")),
-        ("model", f"{kind}, {mlp}, {layers} layers x {width}"),
+        ("started", _known(record.started) + (f", ended {record.ended}" if record.ended else "")),
+        ("model", f"{', '.join(kind)}, {sizes}"),
         ("parameters", _counts(effective.parameters.total, effective.parameters.active)),
-        ("tokenizer", f"{effective.tokenizer.name}, {entries} entries"),
+        ("tokenizer", f"{_known(effective.tokenizer.name)}, {_known(entries)} entries"),
         ("data", f"{effective.data.source}; split: {_plain(effective.data.split)}"),
         *([("order", _plain(order))] if (order := effective.data.order_proof) else []),
-        ("tokens", f"{_reached(record):,} of {_planned(record)}, seed {spec.get('seed')}"),
+        (
+            "tokens",
+            f"{_reached(record):,} of {_planned(record)}, seed {spec.get('seed', 'unknown')}",
+        ),
         *_evaluated(record),
         *_sets(record),
-        ("precision", f"{effective.precision.compute_dtype} ({effective.precision.matmul})"),
-        ("device", f"{effective.hardware.device_name}, torch {effective.hardware.torch}"),
-        ("code", f"{effective.code.version}, commit {_commit(record)}"),
+        ("precision", " ".join(_precision(record))),
+        ("device", f"{_device(record)}, torch {_known(effective.hardware.torch)}"),
+        ("code", f"{_known(effective.code.version)}, commit {_commit(record)}"),
+        *_imported(record),
     ]
     lines += [(name, f"{value:.6f}") for name, value in sorted(results.final.items())]
     for added in results.additions:
@@ -224,9 +226,9 @@ def _number(value: float | None) -> str:
 
 
 def _counts(total: int | None, active: int | None) -> str:
-    if total is None or active is None:
+    if total is None:
         return "unknown"
-    return f"{total:,} total, {active:,} active per token"
+    return f"{total:,} total, {_known(active)} active per token"
 
 
 def _reached(record: RunRecord) -> int:
@@ -235,14 +237,43 @@ def _reached(record: RunRecord) -> int:
     return record.points[-1].tokens if record.points else 0
 
 
+def _precision(record: RunRecord) -> tuple[str, str]:
+    precision = record.effective.precision
+    return _known(precision.compute_dtype), f"({_known(precision.matmul)})"
+
+
+def _device(record: RunRecord) -> str:
+    hardware = record.effective.hardware
+    return _known(hardware.device_name or hardware.device_type)
+
+
+def _imported(record: RunRecord) -> list[tuple[str, str]]:
+    """Where an imported run comes from, and what of it was not taken at its word."""
+    if record.imported is None:
+        return []
+    lines = [("imported", f"from {record.imported.source} ({record.imported.importer})")]
+    for one in record.imported.corrections:
+        lines.append(("corrected", f"{one.leaf}, was {one.recorded}: {one.why}"))
+    return [*lines, *(("note", note) for note in record.imported.notes)]
+
+
+def _known(value: Any) -> str:
+    """A fact, or that it is not known."""
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def _planned(record: RunRecord) -> str:
     total = record.total_tokens
+    if total is None and record.imported is not None:
+        return "an unknown number"
     return "a stream of unknown length" if total is None else f"{total:,}"
 
 
 def _plain(fact: Any) -> str:
     reason = getattr(fact, "not_applicable", None)
-    return f"none ({reason})" if reason else str(fact)
+    return f"none ({reason})" if reason else _known(fact)
 
 
 def _commit(record: RunRecord) -> str:

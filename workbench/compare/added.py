@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.compare.evidence import UNTOUCHED
+from workbench.compare.imported import UNTOUCHED
 from workbench.compare.measurements import RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, read_scores
 from workbench.compare.stats import Floats, document_interval

@@ -30,8 +30,10 @@ def run_words(record: RunRecord) -> list[str]:
 def matched_run(record: RunRecord, judgement: Judgement, claims: Iterable[Claim]) -> str | None:
     """The command that trains the second run again with the settings of the first.
 
-    None where no setting of the second run stands in the way.
+    None where no setting of the second run stands in the way, or another program made it.
     """
+    if record.imported is not None:
+        return None
     overrides = matching_overrides(judgement, claims)
     if not overrides:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.compare.evidence import UNTOUCHED
+from workbench.compare.imported import UNTOUCHED
 from workbench.compare.measurements import RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS
 from workbench.compare.stats import Floats

@@ -13,18 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from workbench.compare.held_out import overlap_faults
+from workbench.compare.imported import UNTOUCHED, imported_faults
 from workbench.errors import Fault, UserError
 from workbench.spec.run import RunSpec, document_hash
 from workbench.track.record import NotApplicable, RunRecord, strict
-
-UNTOUCHED = "a run's files as the run wrote them"
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _DEVICES = {"hip": "cuda"}  # ROCm, which is asked for by the name cuda
 
 
 def check_record(folder: Path, record: RunRecord) -> None:
-    """Checks a record against itself.
+    """Checks a record against itself; an imported one as far as it goes.
 
     Raises:
         UserError: with every contradiction found; its spec is not the one that was recorded, or
@@ -34,6 +33,10 @@ def check_record(folder: Path, record: RunRecord) -> None:
     if document_hash(record.spec) != record.spec_sha256:
         message = "this is not the hash of the spec in this record: one of them was changed"
         raise UserError.at(f"{path}: spec_sha256", message, record.spec_sha256, UNTOUCHED)
+    if record.imported is not None:
+        if found := list(imported_faults(record)):
+            raise UserError(*(Fault(f"{path}: {f.place}", f.message, f.value) for f in found))
+        return
     try:
         spec = record.run_spec
     except ValidationError as error:
@@ -65,6 +68,7 @@ def _contradictions(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:
 def _said_twice(record: RunRecord, spec: RunSpec) -> Iterator[tuple[str, Any, Any, str]]:
     """Place, value there, the value that it must have, and where that comes from."""
     ran, training, world = record.effective, spec.training, record.world_size
+    assert world is not None, "only an imported run has none, and is checked elsewhere"
     per_step = spec.tokens_per_step * world
     yield "tokens_per_step", record.tokens_per_step, per_step, "the batch settings of the spec"
     if training.steps:
@@ -121,7 +125,7 @@ def _point_faults(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:
         if spec.training.steps and point.step > spec.training.steps:
             allowed = f"at most {spec.training.steps}"
             yield Fault(f"{place}.step", "the run has no such step", point.step, allowed)
-        tokens = point.step * record.tokens_per_step
+        tokens = point.step * (record.tokens_per_step or 0)
         if point.tokens != tokens:
             message = f"these are not the tokens of step {point.step}"
             yield Fault(f"{place}.tokens", message, point.tokens, str(tokens))

@@ -98,7 +98,7 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
             prefix = f"effective.{part}.{name}." if name else f"effective.{part}."
             facts |= {prefix + leaf: value for leaf, value in leaves.items()}
 
-    if record.status != "FINISHED":
+    if record.status not in ("FINISHED", "UNKNOWN"):
         facts["effective.budget.finished"] = False
     facts["effective.budget.decay_tokens"] = _decay_tokens(facts, record.total_tokens)
     facts["effective.budget.tokens"] = point.tokens if point else None
@@ -247,8 +247,8 @@ def _takes_null(field: FieldInfo) -> bool:
 def _unresolved(record: RunRecord) -> Iterator[str]:
     """The settings that are null in a record and would have a value in the spec that it makes."""
     recorded = dict(_spec_facts(record.spec))
-    if None not in recorded.values():
-        return
+    if record.imported is not None or None not in recorded.values():
+        return  # what an imported run does not know, it leaves out
     try:
         resolved = dict(_spec_facts(record.run_spec.model_dump(mode="json")))
     except ValidationError:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workbench.compare.evidence import UNTOUCHED
+from workbench.compare.imported import UNTOUCHED, check_imported_metrics
 from workbench.compare.scores import BYTES, TOKENS, SetScores, read_scores, scores_path
 from workbench.compare.table import Table, read_table
 from workbench.errors import UserError
@@ -55,6 +55,9 @@ def read_run(folder: Path, record: RunRecord, scored_at: Container[int] | None =
     """
     path = folder / "metrics.csv"
     metrics = read_table(path)
+    if record.imported is not None:
+        check_imported_metrics(path, metrics, record)
+        return RunData(folder, record, metrics, {})
     table = _Table(path, metrics)
     lines = table.lines(record)
     table.require_rows(record, lines)
@@ -109,7 +112,7 @@ class _Table:
         whole = bool(np.isfinite(steps).all() and (steps == np.floor(steps)).all())
         whole = whole and bool((np.diff(steps) > 0).all())
         inside = not len(steps) or bool(steps[0] >= 0 and (not end or steps[-1] <= end))
-        if whole and inside and np.array_equal(tokens_at, steps * record.tokens_per_step):
+        if whole and inside and np.array_equal(tokens_at, steps * (record.tokens_per_step or 0)):
             return {int(step): line for line, step in enumerate(steps.tolist())}
         counts = self.metrics["tokens"]
         for line, value in enumerate(self.metrics["step"]):
@@ -122,7 +125,7 @@ class _Table:
                 raise self.error(line, "steps must increase", step, f"above {last}")
             if end and step > end:
                 raise self.error(line, "the run has no such step", step, f"at most {end}")
-            tokens, expected = counts[line], step * record.tokens_per_step
+            tokens, expected = counts[line], step * (record.tokens_per_step or 0)
             if tokens != expected:
                 message = "these are not the tokens of this step"
                 raise self.error(line, message, tokens, str(expected))

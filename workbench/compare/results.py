@@ -210,7 +210,7 @@ def _documents(
         return "the runs scored other parts of the documents"
     scale = 1.0 if score == "nll" else 1 / math.log(2)
     # A generator of its own for each point: the interval does not depend on the other points.
-    tokens = a[1] * a[0].record.tokens_per_step
+    tokens = a[1] * (a[0].record.tokens_per_step or 0)
     rng = np.random.default_rng([BOOTSTRAP_SEED, tokens])
     difference = (rows_b[:, NLL_SUM] - rows_a[:, NLL_SUM]) * scale
     interval = document_interval(difference, rows_a[:, column], rng, draws=draws)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.compare.arrow import floats_of
-from workbench.compare.evidence import UNTOUCHED
+from workbench.compare.imported import UNTOUCHED
 from workbench.compare.stats import Floats
 from workbench.errors import UserError
 

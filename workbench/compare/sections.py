@@ -28,6 +28,7 @@ from workbench.compare.pair import Comparison, Side
 from workbench.compare.rules import Judgement, Leaf, Ruling
 from workbench.compare.words import remedy, show, show_pair, why
 from workbench.spec.checklist import CLAIMS, RULES, tag_of
+from workbench.track.record import RunRecord
 
 _LONGEST_VALUE = 120
 
@@ -185,7 +186,19 @@ def runs(comparison: Comparison) -> list[Block]:
     keys = dict.fromkeys(key for one in described for key in one)
     rows = [[key, *(one.get(key, "-") for one in described)] for key in keys]
     rows = [row for row in rows if row[1:] != ["-", "-"]]
-    return [table(["", "A", "B"], rows)]
+    return [table(["", "A", "B"], rows), *imports(first.record, second.record)]
+
+
+def imports(*records: RunRecord) -> list[Block]:
+    """Of imported runs: from where, and what of their source was not taken at its word."""
+    parts: list[Block] = []
+    for record in records:
+        if (found := record.imported) is not None:
+            said = f" was imported from {found.source} ({found.importer}), not trained here."
+            parts.append(paragraph(Strong(record.name), said))
+            parts.append(bullets((Code(one.leaf), f": {one.why}") for one in found.corrections))
+            parts.append(bullets(found.notes))
+    return parts
 
 
 def reproduce(comparison: Comparison) -> list[Block]:
@@ -198,13 +211,17 @@ def reproduce(comparison: Comparison) -> list[Block]:
         note = "  # not all: there were uncommitted changes" if dirty else ""
         lines.insert(0, f"git checkout {commits.pop()}{note}")
     for side in _sides(comparison):
+        if (imported := side.record.imported) is not None:
+            lines.append(f"# {side.record.name} was imported: wb import {imported.importer}")
+            continue
         words = run_words(side.record)
         lines.append(" ".join(["wb run", *map(_quote, words)]))
     lines.append(_compare_command(comparison, comparison.b.record.name, with_allow=True))
     data = (Code("results.json"), " and, one row for each number, ", Code("results.csv"))
     beside = paragraph("The numbers of this report are beside it in ", *data, ".")
     parts: list[Block] = [Commands(tuple(lines)), beside]
-    if any(run_words(side.record) == ["SPEC"] for side in _sides(comparison)):
+    own = [side.record for side in _sides(comparison) if side.record.imported is None]
+    if any(run_words(record) == ["SPEC"] for record in own):
         where = (Code("run_config.json"), ", under ", Code("spec"))
         parts.append(paragraph("What SPEC was is in the run's ", *where, "."))
     return parts
@@ -322,9 +339,9 @@ def description(side: Side, facts: Facts) -> dict[str, str]:
     return {key: show(value) for key, value in shown.items()}
 
 
-def _hours(started: str, ended: str | None) -> float | None:
+def _hours(started: str | None, ended: str | None) -> float | None:
     try:
-        span = datetime.fromisoformat(ended or "") - datetime.fromisoformat(started)
+        span = datetime.fromisoformat(ended or "") - datetime.fromisoformat(started or "")
     except (ValueError, TypeError):
         return None
     return span.total_seconds() / 3600

@@ -201,7 +201,7 @@ def provenance(outcome: StudyResult) -> list[Block]:
             record.name,
             record.id[:8],
             state.state,
-            record.started.replace("T", " ")[:16],
+            (record.started or "").replace("T", " ")[:16],
             record.spec_sha256[:8],
             str(record.mlflow.get("run_id", "-"))[:8],
         ]

@@ -123,7 +123,7 @@ def _tokens(status: StudyStatus, state: RunState) -> int | None:
     assert state.entry.record is not None
     step: int | None = point["step"]
     tokens: int | None = point["tokens"]
-    return step * state.entry.record.tokens_per_step if step else tokens
+    return step * (state.entry.record.tokens_per_step or 0) if step else tokens
 
 
 def _decide(outcome: StudyResult, arm: str) -> Decision:

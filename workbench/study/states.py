@@ -103,8 +103,8 @@ def _of_entry(
     if reason := _foreign(record, planned, plan, study):
         return RunState(planned, "foreign", reason, entry=entry)
     step = _step(entry.folder)
-    per_step = record.tokens_per_step
-    steps = record.total_tokens // per_step if record.total_tokens else None
+    total, per_step = record.total_tokens, record.tokens_per_step
+    steps = total // per_step if total and per_step else None
     stop = record.spec.get("training", {}).get("stop_at_step")
     steps = stop or steps
     seconds = record.results.seconds

@@ -284,8 +284,9 @@ class Tail:
 def read_metrics(path: Path) -> dict[str, list[float | None]]:
     """Every column of a `metrics.csv`, this package's or the original runner's.
 
-    Of the original's file, `nan` becomes None where it meant that nothing was measured. A last
-    line without its end, as a crash leaves it, is not read.
+    Of the original's file, `nan` becomes None where it meant that nothing was measured, and a step
+    may stand twice: its resume kept the rows past the checkpoint. A last line without its end, as
+    a crash leaves it, is not read.
 
     Raises:
         UserError: the file is missing, unreadable, or not a table of numbers with steps.
@@ -300,13 +301,14 @@ def read_metrics(path: Path) -> dict[str, list[float | None]]:
     if "step" not in tail.names:
         what = "there is no such file" if not path.exists() else "there is no column `step`"
         raise UserError.at(str(path), what)
-    steps = [row["step"] or 0 for row in rows]
+    original = tuple(tail.names) == ORIGINAL_COLUMNS
+    steps = [] if original else [row["step"] or 0 for row in rows]
     for before, step in pairwise(steps):
         if step <= before:
             message = f"the row of step {step:.0f} stands after that of step {before:.0f}"
             raise UserError.at(str(path), message, None, "each step once, in their order")
     table = {name: [row[name] for row in rows] for name in tail.names}
-    if tuple(tail.names) == ORIGINAL_COLUMNS:
+    if original:
         for name in set(table) - _ALWAYS_MEASURED:
             table[name] = [None if v is None or math.isnan(v) else v for v in table[name]]
     return table

@@ -223,7 +223,9 @@ class Feed:
             if status not in ("RUNNING", position.status):
                 ended = fields.milliseconds(record.ended) or self._last_moment(record)
                 ended = max(ended, fields.milliseconds(record.started) or 0)
-                self._target.client.set_terminated(position.run_id, status, ended)
+                # MLflow has no word for an end of which an imported run's source says nothing.
+                theirs = "KILLED" if status == "UNKNOWN" else status
+                self._target.client.set_terminated(position.run_id, theirs, ended)
                 position.status = status
                 self._note(position)
         return position

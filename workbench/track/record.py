@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from workbench.errors import UserError, storing
 from workbench.json_files import read_json
 from workbench.spec.run import RunSpec
+from workbench.track.imported import Imported
 
 SCHEMA_VERSION = 2  # 1 is the format of the runner that this package replaces
 
@@ -31,7 +32,8 @@ _SECTIONS = [
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 ]
 
-Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+# UNKNOWN is the end of an imported run of which its source says nothing.
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED", "UNKNOWN"]
 
 
 class _Part(BaseModel):
@@ -198,13 +200,14 @@ class Point(_Part):
     """One evaluation point: where the run stood, and the proof of what it had consumed.
 
     `order_digest` chains the token ids of every window consumed so far; `lr_trace` chains the
-    learning rate of every update so far together with its token count.
+    learning rate of every update so far together with its token count. Of an imported run neither
+    is known.
     """
 
     step: int
     tokens: int
-    order_digest: str
-    lr_trace: str
+    order_digest: str | None
+    lr_trace: str | None
 
 
 class Addition(_Part):
@@ -259,6 +262,10 @@ class Resumption(_Part):
     provenance_before: dict[str, Any] = {}
 
 
+# What only an imported run may not know.
+_OF_A_RUN_HERE = ("started", "tokens_per_step", "world_size")
+
+
 class RunRecord(_Part):
     """Everything that is kept of one run, except its metrics."""
 
@@ -266,7 +273,7 @@ class RunRecord(_Part):
     id: str
     name: str
     status: Status
-    started: str
+    started: str | None  # None: an imported run whose source does not say
     ended: str | None = None
     error: str | None = None
     spec: dict[str, Any]
@@ -279,14 +286,27 @@ class RunRecord(_Part):
     # The names by which the replaced runner's users know these facts.
     git_commit: str | None = None
     params: int | None = None
-    world_size: int = 1
+    world_size: int | None = 1
     # One row for each trainable tensor: its shape, kind, optimizer, scale of the rate, decay.
     parameter_table: list[dict[str, Any]] = []
-    tokens_per_step: int
-    total_tokens: int | None  # None: to the end of a stream that was not reached yet
+    tokens_per_step: int | None  # None: an imported run whose source does not say
+    total_tokens: int | None  # None: not known, or to the end of a stream that was not reached yet
     backend: dict[str, Any] = {}
     model_config_: dict[str, Any] = {}
     mlflow: dict[str, str] = {}
+    # Of a run that another trainer made. Its `spec` holds the settings that are known.
+    imported: Imported | None = None
+
+    @model_validator(mode="after")
+    def _knows_itself(self) -> RunRecord:
+        if self.imported is None:
+            own = {name: getattr(self, name) for name in _OF_A_RUN_HERE}
+            for index, point in enumerate(self.points):
+                own[f"points[{index}].order_digest"] = point.order_digest
+                own[f"points[{index}].lr_trace"] = point.lr_trace
+            if lacking := [name for name, value in own.items() if value is None]:
+                raise ValueError(f"a run of this package knows its {', '.join(lacking)}")
+        return self
 
     @property
     def study(self) -> tuple[str, str] | None:
@@ -299,7 +319,15 @@ class RunRecord(_Part):
 
     @property
     def run_spec(self) -> RunSpec:
-        """The spec as its model; only for records of this schema version."""
+        """The spec as its model; only for records of this schema version.
+
+        Raises:
+            UserError: the run was imported, so that its spec is known in part alone.
+            pydantic.ValidationError: it is not a spec of this version.
+        """
+        if self.imported is not None:
+            message = f"this run was imported from {self.imported.source}: it has no whole spec"
+            raise UserError.at(self.name, message, None, "a run that this package trained")
         return RunSpec.model_validate(without_nulls(self.spec))
 
 
@@ -330,6 +358,7 @@ RECORD_FIELDS: dict[str, Literal["judged", "checked", "measured", "free"]] = {
     "backend": "free",
     "model_config_": "checked",
     "mlflow": "free",
+    "imported": "checked",  # a record that claims it must not hold what only a run here can prove
 }
 
 

@@ -149,7 +149,7 @@ class Store:
                 return []
             folders = [path for path in self.runs.iterdir() if path.is_dir()]
         entries = [read_entry(folder) for folder in sorted(folders)]
-        return sorted(entries, key=lambda entry: entry.record.started if entry.record else "")[::-1]
+        return sorted(entries, key=lambda one: (one.record and one.record.started) or "")[::-1]
 
     def find_run(self, text: str) -> RunEntry:
         """The run with this name or id, or the only one whose name or id begins with it.

@@ -1,0 +1,45 @@
+"""The commands of `wb import`: runs that other programs made, as records that can be compared.
+
+Everything heavy is imported inside the command that needs it, as in `commands`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workbench.answers import Answer, AsJson, Debug
+
+app = typer.Typer(
+    name="import",
+    help="Brings in runs of other programs, with what is known of them and no more.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Name = Annotated[
+    str | None, typer.Option(help="What to call the run here; default: what it was called there.")
+]
+
+
+@app.command()
+def complexity(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Holds run_config.json and metrics.csv.")
+    ],
+    name: Name = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Bring in a run of the original runner; what it is known to have claimed wrongly is corrected.
+
+    Example: wb import complexity old/runs/gqa-42 --name old-gqa-42
+    """
+    from workbench.importing.complexity import read_complexity
+    from workbench.importing.draft import keep, render
+    from workbench.track.store import Store
+
+    kept = keep(read_complexity(folder, name), Store())
+    return Answer(kept.to_json() if as_json else render(kept))
