@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 # make lint is the part of check that is not tests
-.PHONY: run test test-all lint check install clean
+.PHONY: run test test-all lint check install clean reliability
 
 $(BIN)/wb: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -m 'not gpu'
+
+# kills, faults and what surviving them costs: writes reports/reliability.md (about ten minutes)
+reliability: $(VENV)/.test
+	$(BIN)/python tests/reliability.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

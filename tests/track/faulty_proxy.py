@@ -4,16 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Literal
+
+from workbench.track.mlflow_store import store_database
+from workbench.track.store import Store
 
 Mode = Literal["ok", "gone", "hang", "500", "429", "lost", "cut"]
 """`gone`: nobody listens. `hang`: nothing is answered. `lost`: the request is carried out, and the
 connection reset before the answer. `cut`: reset in the middle of the request."""
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path) -> Iterator[str]:
+    """HOST:PORT of an MLflow server of its own."""
+    store = Store(folder / "server")
+    with store_database(store), socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # Artifacts go through the server, so that they can be lost on the way.
+    places = ["--artifacts-destination", str(store.artifacts)]
+    places += ["--default-artifact-root", "mlflow-artifacts:/", "--serve-artifacts"]
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--backend-store-uri", store.tracking_uri, *places],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+                break
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 class FaultyProxy:

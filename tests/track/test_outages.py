@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import FaultyProxy, Mode
+from faulty_proxy import FaultyProxy, Mode, mlflow_server
 from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, rows
 
 from workbench.track.feeder import MlflowTracker, send_run
 from workbench.track.journal import read_metrics
 from workbench.track.mlflow_fields import params_of
-from workbench.track.mlflow_store import connect, read_position, store_database
+from workbench.track.mlflow_store import connect, read_position
 from workbench.track.record import RunRecord
 from workbench.track.store import Store
 
@@ -63,32 +58,8 @@ def test_what_waited_during_the_run_is_sent_at_its_end(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of an MLflow server of its own."""
-    store = Store(tmp_path_factory.mktemp("server") / "mlruns")
-    with store_database(store), socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    # Artifacts go through the server, so that they can be lost on the way.
-    places = ["--artifacts-destination", str(store.artifacts)]
-    places += ["--default-artifact-root", "mlflow-artifacts:/", "--serve-artifacts"]
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--backend-store-uri", store.tracking_uri, *places],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert time.monotonic() < deadline
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with mlflow_server(tmp_path_factory.mktemp("server")) as address:
+        yield address
 
 
 @pytest.fixture
