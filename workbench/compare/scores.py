@@ -91,19 +91,25 @@ def read_scores(path: Path) -> dict[str, SetScores] | None:
     """
     if not path.exists():
         return None
-    import pyarrow.parquet as parquet
-
     try:
-        # Not `read_table`, which imports pandas.
-        with parquet.ParquetFile(path) as file:
-            known = [*_COLUMNS, *({_INDEX, _CLEAN} & set(file.schema_arrow.names))]
-            table = file.read(columns=known)
-        owners = _texts(table.column("set"))
-        numbers = [floats_of(table.column(name)) for name in _COLUMNS[2:]]
-        rows = np.array(numbers, dtype=np.float64).T.reshape(-1, 3)
-    except Exception as error:  # pyarrow raises many kinds for a damaged file
+        return _read(path)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow raises many kinds for a damaged file, some when it is used
         message = f"not a table of document scores: {error}"
         raise UserError.at(str(path), message, None, UNTOUCHED) from None
+
+
+def _read(path: Path) -> dict[str, SetScores]:
+    import pyarrow.parquet as parquet
+
+    # Not `read_table`, which imports pandas.
+    with parquet.ParquetFile(path) as file:
+        known = [*_COLUMNS, *({_INDEX, _CLEAN} & set(file.schema_arrow.names))]
+        table = file.read(columns=known)
+    owners = _texts(table.column("set"))
+    numbers = [floats_of(table.column(name)) for name in _COLUMNS[2:]]
+    rows = np.array(numbers, dtype=np.float64).T.reshape(-1, 3)
     counts = rows[:, TOKENS]
     if wrong := counts[~(counts >= 0)].tolist():
         message = "no document can have so many scored tokens"

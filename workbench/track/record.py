@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -409,6 +410,9 @@ def read_record(folder: Path) -> RunRecord:
         if not isinstance(record.spec.get(name, {}), dict):
             message = "a section of a spec is a mapping"
             raise UserError.at(f"{path}: spec.{name}", message, record.spec[name])
+    tags = record.spec.get("tracking", {}).get("tags")
+    if not isinstance(tags, dict | NoneType):
+        raise UserError.at(f"{path}: spec.tracking.tags", "tags are a mapping", tags)
     return record
 
 
