@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_runs import tiny_spec, untracked_run
 
@@ -95,6 +96,7 @@ def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
         ('"a\\0b": 1', "null byte"),
         ('extends: ["a\\0b"]', "null byte"),
         ('notes: "\\U00110000"', "not YAML"),
+        ("data: {dataset: {a: 1}}", "data.dataset"),
         ("data: {text_file: ~nobody-of-this-name/x}", "data.text_file: this user has no home"),
         ("data: {held_out: [{path: ~nobody-of-this-name/x}]}", "no home"),
     ],
@@ -200,6 +202,38 @@ def test_a_record_of_scores_elsewhere_reads_nothing_there(
     record["results"]["additions"] = [added | {"scores": "evaluations/step_4.parquet"}]
     (tmp_path / "run_config.json").write_text(json.dumps(record))
     assert read_record(tmp_path).results.additions[0].scores == "evaluations/step_4.parquet"
+
+
+@pytest.mark.parametrize("tags", [True, "a", ["a"], 1])
+def test_tags_of_a_record_are_a_mapping(finished: RunOutcome, tmp_path: Path, tags: Any) -> None:
+    record = json.loads((finished.folder / "run_config.json").read_text())
+    record["spec"]["tracking"]["tags"] = tags
+    (tmp_path / "run_config.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"tracking\.tags"):
+        read_record(tmp_path)
+
+
+def test_a_table_whose_texts_are_no_text_is_a_clear_error(tmp_path: Path) -> None:
+    """What pyarrow reads without a look at it, and stumbles over later."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    from workbench.compare.scores import read_scores
+    from workbench.compare.table import read_table
+    from workbench.core.evaluate import SetScore, write_scores
+
+    score = SetScore("held_out", ["ab" * 32] * 2, np.ones(2), np.ones(2, np.int64), None)
+    path = tmp_path / "step_00000004.parquet"
+    write_scores([score], path)
+    table = parquet.ParquetFile(path).read()
+    place = table.schema.get_field_index("document")
+    damaged = pa.array([b"\xb4"] * 2, pa.binary()).view(pa.string())
+    parquet.write_table(table.set_column(place, "document", damaged), path)
+    with pytest.raises(UserError, match="not a table of document scores"):
+        read_scores(path)
+    (tmp_path / "metrics.csv").write_bytes(b"step,\xf4b\n0,1\n")
+    with pytest.raises(UserError, match=r"metrics\.csv"):
+        read_table(tmp_path / "metrics.csv")
 
 
 # -- secrets

@@ -70,7 +70,10 @@ def _read_fast(path: Path) -> Table | None:
     except OSError:
         return None
     complete = text[: text.rfind(b"\n") + 1]
-    head = complete[: complete.find(b"\n")].decode("utf-8", "replace").rstrip("\r").split(",")
+    try:
+        head = complete[: complete.find(b"\n")].decode("utf-8").rstrip("\r").split(",")
+    except UnicodeDecodeError:
+        return None
     plain = b'"' not in complete and len(set(head)) == len(head) and "step" in head
     if not plain or tuple(head) == ORIGINAL_COLUMNS or complete.count(b"\n") < 2:
         return None

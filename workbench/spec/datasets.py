@@ -74,7 +74,7 @@ def complete_data(given: dict[str, Any]) -> dict[str, Any]:
     """The data section with the defaults of its kind."""
     full = {key: value for key, value in given.items() if value is not None}
     dataset = full.get("dataset")
-    if dataset not in FIELDS_OF:
+    if not isinstance(dataset, str) or dataset not in FIELDS_OF:
         return full
     if dataset == "tokens" and full.get("eval_tokens_path") is not None:
         full.setdefault("held_out_ratio", 0.0)  # a whole shard is held out already
