@@ -43,3 +43,30 @@ def complexity(
 
     kept = keep(read_complexity(folder, name), Store())
     return Answer(kept.to_json() if as_json else render(kept))
+
+
+@app.command()
+def weights(
+    file: Annotated[Path, typer.Argument(help="Weights of the original runner, as safetensors.")],
+    config: Annotated[
+        Path, typer.Option(help="Its model's configuration, or its run_config.json (JSON).")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder that gets the checkpoint.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The update it was saved after; default: the last.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Put weights of the original runner into a checkpoint that can be loaded and scored.
+
+    Example: wb import weights old.safetensors --config run_config.json --out old
+    """
+    from workbench.process import prepare_process
+
+    prepare_process()  # before torch is loaded
+    from workbench.importing.weights import import_weights
+
+    kept = import_weights(file, config, out, step)
+    said = f"{kept.folder}: {kept.parameters:,} parameters after step {kept.step}"
+    return Answer(kept.to_json() if as_json else said)
