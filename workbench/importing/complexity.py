@@ -7,7 +7,6 @@ truth, or nothing, and says why.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from workbench.errors import Fault, UserError, reason_of
 from workbench.importing.complexity_metrics import evaluation_set, measure
 from workbench.importing.complexity_model import DENSE, model_settings
 from workbench.importing.draft import Draft
+from workbench.json_files import parse_json
 from workbench.track.record import RECORD_FIELDS
 
 CONFIG, METRICS = "run_config.json", "metrics.csv"
@@ -257,7 +257,7 @@ def _read(path: Path) -> bytes:
 
 def _document(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(content)
+        document = parse_json(content)
     except (ValueError, RecursionError) as error:
         raise UserError.at(str(path), f"not JSON: {error}") from None
     allowed = "a record of the original runner"

@@ -6,7 +6,6 @@ of a model, a document with it under `config`, or that runner's `run_config.json
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from workbench.core.precision import FLOAT32
 from workbench.errors import Fault, UserError, reason_of
 from workbench.importing.complexity_model import model_settings
 from workbench.importing.draft import Draft
+from workbench.json_files import read_json
 from workbench.spec.load import Source, validate
 from workbench.spec.run import RunSpec
 from workbench.track.record import without_nulls
@@ -84,7 +84,7 @@ def import_weights(weights: Path, config: Path, out: Path, step: int | None) -> 
 def _configuration(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The arguments of the run (of a model alone: its configuration), and those of the model."""
     try:
-        document = json.loads(path.read_bytes())
+        document = read_json(path)
     except OSError as error:
         raise UserError.at(str(path), reason_of(error)) from None
     except (ValueError, RecursionError) as error:

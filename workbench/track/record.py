@@ -263,10 +263,6 @@ class Resumption(_Part):
     provenance_before: dict[str, Any] = {}
 
 
-# What only an imported run may not know.
-_OF_A_RUN_HERE = ("started", "tokens_per_step", "world_size")
-
-
 class RunRecord(_Part):
     """Everything that is kept of one run, except its metrics."""
 
@@ -301,7 +297,8 @@ class RunRecord(_Part):
     @model_validator(mode="after")
     def _knows_itself(self) -> RunRecord:
         if self.imported is None:
-            own = {name: getattr(self, name) for name in _OF_A_RUN_HERE}
+            names = ("started", "tokens_per_step", "world_size")
+            own = {name: getattr(self, name) for name in names}
             for index, point in enumerate(self.points):
                 own[f"points[{index}].order_digest"] = point.order_digest
                 own[f"points[{index}].lr_trace"] = point.lr_trace
