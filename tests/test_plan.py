@@ -102,7 +102,9 @@ def test_means_of_products_are_foreseen(tmp_path: Path) -> None:
     ("sets", "matmul"),
     [
         (["avx2", "fma"], "upcast"),
-        (["avx512f", "avx512bw", "avx512dq", "avx512vl"], "native"),
+        (["avx512f", "avx512bw", "avx512dq", "avx512vl"], "upcast"),
+        (["avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"], "native"),
+        (["amx_bf16", "avx512f"], "native"),
         (["asimd", "bf16"], "native"),
     ],
 )

@@ -202,7 +202,7 @@ def addition(
             "package_sha256": code.package_sha256,
             "version": code.version,
             "compute_dtype": str(model.precision.compute).removeprefix("torch."),
-            "matmul": model.precision.describe(),
+            "matmul": model.precision.describe(model.head_weight.device),
             "device_type": hardware.device_type,
             "device_name": hardware.device_name,
             "torch": hardware.torch,

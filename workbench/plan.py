@@ -121,9 +121,8 @@ def expected_matmul(spec: RunSpec, device: Device) -> Matmul:
     if device != "cpu":
         return "native"
     sets = set(instruction_sets())
-    # What oneDNN, which torch asks, takes for enough: AVX-512 of server CPUs, or Arm's bf16.
-    native = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= sets or "bf16" in sets
-    return "native" if native else "upcast"
+    # Those of x86 that multiply bfloat16, or Arm's.
+    return "native" if sets & {"avx512_bf16", "amx_bf16", "bf16"} else "upcast"
 
 
 def render(document: dict[str, Any]) -> str:

@@ -131,7 +131,7 @@ def build(spec: RunSpec, store: Store) -> Components:
             "precision": {
                 "compute_dtype": str(precision.compute).removeprefix("torch."),
                 "master_dtype": str(model.head_weight.dtype).removeprefix("torch."),
-                "matmul": precision.describe(),
+                "matmul": precision.describe(device),
             },
             "hardware": hardware_facts(device).model_dump(),
             "execution": {

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.core import losses
 from workbench.core.losses import (
     IGNORED,
     LossSettings,
@@ -191,6 +192,28 @@ def test_bf16_rounds_operands_and_nothing_else_of_the_value(precision: Precision
         assert error(found_weight, of_weight) > 1e-4
     # And it really computes in bf16: float32 logits of the unrounded operands differ by far more.
     assert abs(float(sums.nll) / float(plain(hidden, weight, targets)[0]) - 1) > 1e-5
+
+
+@pytest.mark.parametrize("float32_too", [True, False])
+def test_a_cpu_whose_units_take_no_float32_multiplies_bfloat16_for_the_gradients(
+    monkeypatch: pytest.MonkeyPatch, float32_too: bool
+) -> None:
+    """Its logits stay float32 sums: the value is the same, and so are the gradients but for the
+    rounding of what each tile adds."""
+    monkeypatch.setattr(losses, "takes_float32", lambda *_: float32_too)
+    multiplied = []
+    mm = torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda a, *r, **k: multiplied.append(a.dtype) or mm(a, *r, **k)
+    )
+    hidden, weight, targets = problem()
+    value, of_hidden, of_weight = plain(hidden.bfloat16(), weight.bfloat16(), targets)
+    sums, found_hidden, found_weight = fused(hidden, weight, targets, RAGGED, NATIVE)
+    assert (torch.bfloat16 in multiplied) is not float32_too
+    assert torch.float32 in multiplied
+    assert float(sums.objective) == pytest.approx(float(value), rel=VALUE)
+    assert error(found_hidden, of_hidden) < BF16_GRADIENT
+    assert error(found_weight, of_weight) < BF16_GRADIENT
 
 
 def test_both_ways_to_bf16_agree() -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
-from workbench.core.precision import FLOAT32, Precision, choose_precision, linear, operands
+from workbench.core.precision import (
+    FLOAT32,
+    Precision,
+    bf16_products,
+    choose_precision,
+    linear,
+    operands,
+    takes_float32,
+)
 
 CPU = torch.device("cpu")
 UPCAST = Precision(torch.bfloat16, "upcast")
@@ -52,17 +62,60 @@ def test_operands_are_rounded_whatever_holds_them() -> None:
     assert not torch.equal(upcast, x)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_bf16_on_a_cpu_takes_its_instructions_or_rounds_itself(
-    monkeypatch: pytest.MonkeyPatch, native: bool
+def cpu(
+    monkeypatch: pytest.MonkeyPatch, machine: str, *, onednn: bool, avx512_bf16: bool, amx: bool
 ) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     ops = torch.ops.mkldnn
-    monkeypatch.setattr(ops, "_is_mkldnn_bf16_supported", lambda: native, raising=False)
-    assert choose_precision("bf16", CPU) == (NATIVE if native else UPCAST)
+    monkeypatch.setattr(ops, "_is_mkldnn_bf16_supported", lambda: onednn, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+
+
+@pytest.mark.parametrize(
+    ("machine", "onednn", "avx512_bf16", "amx", "means", "float32_too"),
+    [
+        ("x86_64", False, False, False, UPCAST, False),
+        # oneDNN takes bfloat16 on any AVX512 CPU, and multiplies float32 there.
+        ("x86_64", True, False, False, UPCAST, False),
+        ("x86_64", True, True, False, NATIVE, False),
+        ("x86_64", True, True, True, NATIVE, True),
+        ("aarch64", True, False, False, NATIVE, True),
+        ("arm64", False, False, False, UPCAST, False),
+    ],
+)
+def test_bf16_on_a_cpu_takes_its_instructions_or_rounds_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    onednn: bool,
+    avx512_bf16: bool,
+    amx: bool,
+    means: Precision,
+    float32_too: bool,
+) -> None:
+    cpu(monkeypatch, machine, onednn=onednn, avx512_bf16=avx512_bf16, amx=amx)
+    assert choose_precision("bf16", CPU) == means
+    assert takes_float32(means, CPU) is float32_too
+    assert not takes_float32(FLOAT32, CPU)
+
+
+def test_float32_matrices_are_rounded_by_the_product_exactly_where_it_is_said() -> None:
+    """On this CPU, whichever it is: a rounded product differs from a float32 one by far more than
+    the order of sums does."""
+    x, w = (matrix.repeat(8, 8) for matrix in two_matrices())
+    precision = choose_precision("bf16", CPU)
+    with bf16_products(precision, CPU):
+        found = x @ w.T
+    expected = x.bfloat16().double() @ w.bfloat16().double().T
+    rounded = float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert rounded is takes_float32(precision, CPU)
 
 
 def test_each_means_has_a_phrase_of_its_own_for_the_record() -> None:
-    assert len({p.describe() for p in (FLOAT32, UPCAST, NATIVE)}) == 3
+    phrases = {p.describe(CPU) for p in (FLOAT32, UPCAST, NATIVE)}
+    assert len(phrases) == 3
+    # Where the head's logits are multiplied by float32 units the results differ, and it is told.
+    assert NATIVE.describe(torch.device("mps")) != NATIVE.describe(torch.device("cuda"))
 
 
 def test_an_unknown_device_is_refused() -> None:

@@ -190,8 +190,8 @@ def loss_bytes(spec: RunSpec, vocab_size: int, matmul: Matmul) -> int:
     if matmul != "float32":
         rows = tokens + block + tile  # of hidden states, of the head, of the targets' entries
         scratch += FLOAT * rows * hidden + FLOAT // 2 * (block + tile) * hidden
-    if matmul == "upcast":
-        scratch += FLOAT // 2 * tile * block  # the gradient of the tile, rounded
+        # The gradient of the tile, rounded; AMX alone rounds within the product.
+        scratch += FLOAT // 2 * tile * block
     statistics = (2 * WIDE + FLOAT) * math.ceil(vocab_size / block) * tokens
     gradient = FLOAT * tokens * hidden  # of the hidden states
     if matmul != "float32":

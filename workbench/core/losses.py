@@ -22,13 +22,13 @@ the same for all entries (smoothing) never touch the tile.
 
 bf16 runs: hidden states and head are rounded to bfloat16, products accumulate in float32, logits
 and everything computed from them stay float32. The gradient of the logits is rounded to bfloat16
-for the two products of the backward pass.
+for the two products of the backward pass. CPUs that multiply bfloat16 only into bfloat16
+(AVX512-BF16) compute the logits with their float32 units, and round what each tile adds to the
+gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workbench.core.precision import Precision
+from workbench.core.precision import Precision, bf16_products, takes_float32
 from workbench.core.workspace import Workspace
 
 IGNORED = -100
@@ -230,14 +230,20 @@ class _Tiles:
         # Per-token values are few: wide floats cost nothing. MPS has none.
         self.wide = torch.float32 if self.device.type == "mps" else torch.float64
         # Only CUDA multiplies bfloat16 into float32. Elsewhere operands are rounded values held
-        # as float32, and `_bf16_products` lets the CPU's matrix units take them for what they are.
-        self.narrow = self.device.type == "cuda" and precision.matmul == "native"
+        # as float32, and `bf16_products` lets the CPU's matrix units take them for what they are.
+        # Units that take no such operands are given bfloat16 where the product may be rounded to
+        # it: for the gradients.
+        native = precision.matmul == "native"
+        self.narrow = native and self.device.type == "cuda"
+        self.rounded_products = (
+            native and not self.narrow and not takes_float32(precision, self.device)
+        )
         self.rounds = precision.compute != torch.float32
         self.targets = targets if kept is None else targets.index_select(0, kept)
         self.tokens = len(self.targets)
         self.direct = writes_directly(workspace, weight)
         scored = hidden if kept is None else hidden.index_select(0, kept)
-        self.hidden = self._operand(scored, "hidden")
+        self.hidden, self.low_hidden = self._operands(scored, "hidden")
         size, entries = settings.tile_tokens, len(weight)
         self.token_tiles = [
             slice(a, min(a + size, self.tokens)) for a in range(0, self.tokens, size)
@@ -251,9 +257,9 @@ class _Tiles:
         lse_blocks = torch.empty(len(self.blocks), self.tokens, dtype=self.wide, device=self.device)
         smooths = self.settings.label_smoothing > 0
         head_sum = torch.zeros(self.weight.shape[1], dtype=self.wide, device=self.device)
-        with _bf16_products(self.precision, self.device):
+        with bf16_products(self.precision, self.device):
             for block, entry in enumerate(self.blocks):
-                head = self._operand(self.weight[entry], "head")
+                head, _ = self._operands(self.weight[entry], "head")
                 if smooths:
                     head_sum += head.sum(0, dtype=self.wide)
                 for tile in self.token_tiles:
@@ -265,7 +271,7 @@ class _Tiles:
                     lse_blocks[block, tile] = first.sub_(logits[:, 0])
         target = torch.empty(self.tokens, dtype=self.wide, device=self.device)
         for tile in self.token_tiles:
-            rows = self._operand(self.weight.index_select(0, self.targets[tile]), "rows")
+            rows, _ = self._operands(self.weight.index_select(0, self.targets[tile]), "rows")
             torch.sum(self.hidden[tile] * rows.float(), 1, dtype=self.wide, out=target[tile])
         mean = None
         if smooths:
@@ -295,9 +301,9 @@ class _Tiles:
             hidden_grad -= (even * found.head_sum).float()
             head_shift = (even * self.hidden.sum(0, dtype=self.wide)).float()
 
-        with _bf16_products(self.precision, self.device):
+        with bf16_products(self.precision, self.device):
             for block, entry in enumerate(self.blocks):
-                head = self._operand(self.weight[entry], "head")
+                head, low_head = self._operands(self.weight[entry], "head")
                 fresh = not adds
                 for number, tile in enumerate(self.token_tiles):
                     logits = self._logits(tile, head)
@@ -308,10 +314,10 @@ class _Tiles:
                         logits.view(-1).index_add_(0, flat[here], hits[here])
                     logits = self._rounded(logits)
                     if of_hidden:
-                        self._add_product(hidden_grad[tile], logits, head, fresh=False)
+                        self._add_product(hidden_grad[tile], logits, low_head, fresh=False)
                     if weight_grad is not None:
                         self._add_product(
-                            weight_grad[entry], logits.t(), self.hidden[tile], fresh=fresh
+                            weight_grad[entry], logits.t(), self.low_hidden[tile], fresh=fresh
                         )
                     fresh = False
                 if weight_grad is not None:
@@ -352,18 +358,20 @@ class _Tiles:
         ends = torch.bincount(cell, minlength=cells).cumsum(0).tolist()
         return flat[torch.argsort(cell, stable=True)], [0, *ends]
 
-    def _operand(self, values: Tensor, name: str) -> Tensor:
-        """A matrix as the products take it: rounded to the compute dtype."""
+    def _operands(self, values: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """A matrix, rounded to the compute dtype, as the product of the logits takes it and as
+        those of the gradients do."""
         if not self.rounds:
-            return values
+            return values, values
         shape = (values.shape[0], values.shape[1])
         low = values
         if values.dtype != self.precision.compute:
             low = self.workspace.scratch(name, shape, self.precision.compute, self.device)
             low.copy_(values)
         if self.narrow:
-            return low
-        return self.workspace.scratch(name, shape, torch.float32, self.device).copy_(low)
+            return low, low
+        wide = self.workspace.scratch(name, shape, torch.float32, self.device).copy_(low)
+        return wide, low if self.rounded_products else wide
 
     def _logits(self, tile: slice, head: Tensor) -> Tensor:
         """One tile of logits, [tokens, entries] float32, valid until the next call."""
@@ -376,42 +384,26 @@ class _Tiles:
 
     def _rounded(self, logits_grad: Tensor) -> Tensor:
         """The gradient of a tile as the backward products take it."""
-        if not self.rounds or (self.precision.matmul == "native" and not self.narrow):
-            return logits_grad  # `_bf16_products`: the product itself rounds
+        if not self.rounds or takes_float32(self.precision, self.device):
+            return logits_grad  # `bf16_products`: the product itself rounds
         shape = (logits_grad.shape[0], logits_grad.shape[1])
         low = self.workspace.scratch("gradient", shape, self.precision.compute, self.device)
         low.copy_(logits_grad)
-        return low if self.narrow else logits_grad.copy_(low)
+        return low if self.narrow or self.rounded_products else logits_grad.copy_(low)
 
     def _add_product(self, into: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> None:
         """`into` += left @ right, or = where `fresh`, in float32."""
-        if self.narrow:
-            product = torch.mm(left, right, out_dtype=torch.float32)
+        if self.narrow or self.rounded_products:
+            product = (
+                torch.mm(left, right, out_dtype=torch.float32)
+                if self.narrow
+                else torch.mm(left, right)
+            )
             (into.copy_ if fresh else into.add_)(product)
         elif fresh:
             torch.mm(left, right, out=into)
         else:
             into.addmm_(left, right)
-
-
-@contextmanager
-def _bf16_products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Within it, a CPU with bfloat16 matrix instructions multiplies float32 matrices by them.
-
-    Operands are rounded to bfloat16 and the sums kept and returned in float32, which `torch.mm` of
-    bfloat16 tensors cannot do on a CPU. Without such instructions it changes nothing. The setting
-    is PyTorch's, for the whole process; what it was before is put back.
-    """
-    if precision.matmul != "native" or device.type != "cpu":
-        yield
-        return
-    place: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = place.fp32_precision
-    place.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        place.fp32_precision = before
 
 
 def writes_directly(workspace: Workspace, weight: Tensor) -> bool:

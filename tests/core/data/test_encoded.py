@@ -106,6 +106,16 @@ def test_no_text_is_an_error_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_text_names_the_setting_and_its_value(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text("\n\n")
+    corpus = text_corpus(str(tmp_path / "blank.txt"))
+    with pytest.raises(DataError) as caught:
+        encode_corpus(corpus, byte_tokenizer, tmp_path / "cache")
+    (fault,) = caught.value.faults
+    assert (fault.place, fault.value) == ("data.text_file", str(tmp_path / "blank.txt"))
+    assert fault.allowed
+
+
 def _cut(name: str, keep: Callable[[int], int]) -> Callable[[Path], None]:
     def damage(entry: Path) -> None:
         os.truncate(entry / name, keep((entry / name).stat().st_size))

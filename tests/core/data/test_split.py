@@ -267,7 +267,7 @@ def test_bytes_of_tail_blocks_are_those_of_their_text(small: Tokenizer, encode: 
 
 
 def test_a_text_too_small_to_cut(encode: Encode, byte_tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="1 documents with 3 tokens are too few"):
+    with pytest.raises(DataError, match="1 document with 3 tokens in all: too little"):
         split_corpus(encode("ab"), byte_tokenizer, 0.05)
 
 

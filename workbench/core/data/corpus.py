@@ -37,7 +37,8 @@ class Corpus:
     """Documents that can be read again and again, in the same order.
 
     `key` covers all that decides what the documents are: the bytes of the files, in order, and how
-    they are cut. It does not cover paths.
+    they are cut. It does not cover paths. `place` and `given` are the setting that names the corpus
+    and its value, for errors.
     """
 
     source: str
@@ -46,6 +47,8 @@ class Corpus:
     skipped_files: int
     read: Callable[[], Iterator[str]]
     file_bytes: int | None = None  # of the files together, where they are text or parquet
+    place: str = "data.dataset"
+    given: str | Sequence[str] | None = None
 
 
 def sample_corpus() -> Corpus:
@@ -133,7 +136,8 @@ def text_corpus(
     listed = ", ".join(f"{count} {suffix}" for suffix, count in counts if count)
     source = f"text: {listed} ({chosen})" if counts[0][1] else f"text: {listed}"
     key = _key(b"text: " + b"; ".join(kinds), [stamp.sha256 for stamp in stamps])
-    return Corpus(source, key, len(paths), skipped, read, sum(stamp.size for stamp in stamps))
+    size = sum(stamp.size for stamp in stamps)
+    return Corpus(source, key, len(paths), skipped, read, size, place, text_file)
 
 
 def _find_files(text_file: str | None, place: str) -> tuple[list[Path], int]:

@@ -157,7 +157,8 @@ def _build(
         os.fsync(file.fileno())
     if not byte_counts:
         problem = f"no text: {documents:,} documents, all of them empty or blanks"
-        raise DataError.at(f"data ({corpus.source})", problem)
+        allowed = "at least one document with text in it"
+        raise DataError.at(corpus.place, problem, corpus.given, allowed)
     arrays = {
         "offsets": np.array(offsets, "<i8"),
         "byte_counts": np.array(byte_counts, "<i8"),

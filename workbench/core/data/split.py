@@ -188,8 +188,9 @@ def _contiguous_tail(encoded: EncodedCorpus, tokenizer: Tokenizer, ratio: float)
     total = len(tokens)
     tail = min(max(MIN_TAIL_TOKENS, round(ratio * total)), total // 5)
     if tail < 1:
-        problem = f"{len(encoded)} documents with {total} tokens are too few to hold any out"
-        raise DataError.at("data.held_out_ratio", problem, ratio)
+        found = "1 document" if len(encoded) == 1 else f"{len(encoded)} documents"
+        problem = f"{found} with {total} tokens in all: too little text to hold any out"
+        raise DataError.at("data", problem, allowed="5 tokens or more")
     cut = total - tail
     held_out = _block_spans(tokens, cut, total, tokenizer)
     candidates = _block_spans(tokens, 0, cut, tokenizer)
