@@ -99,6 +99,23 @@ def test_weights_alone_go_another_way(tmp_path: Path) -> None:
     assert bits(resumed) != bits(straight)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_find_their_parameter_whatever_the_order(tmp_path: Path, kind: str) -> None:
+    """Experts have the same shape: by position one would get the moments of another unnoticed."""
+    straight = parts_of(tmp_path, kind)
+    run = train(straight.spec, straight.state)
+    for _ in range(4):
+        next(run)
+    saved = open_checkpoint(save_checkpoint(straight.state, tmp_path / "c", {}, keep=1))
+    other = parts_of(tmp_path, kind)
+    for optimizer in other.state.optimizers:
+        optimizer.param_groups.reverse()
+        for group in optimizer.param_groups:
+            group["params"].reverse()
+    restore(other.state, saved, other.spec)
+    assert bits(other) == bits(straight)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     parts = parts_of(tmp_path, "adamw")
