@@ -47,6 +47,8 @@ MOMENTS = {
     "saved": "checkpoints/step_*",
     "telemetry": "telemetry/*",
 }
+# Of the checkout, where somebody may commit meanwhile; the hash of the sources is compared.
+GIT = ("git_commit", "git_dirty", "git_diff_sha256")
 SPEC: dict[str, Any] = {
     "model": {"learn_shared_routed_gates": True, "routed_gate_final": 1.0},
     "training": {"batch_size": 2, "gradient_accumulation_steps": 2},
@@ -182,6 +184,8 @@ def left_behind(folder: Path) -> dict[str, bytes]:
         value = record[name]
         if name == "effective":
             value.pop("interval")
+            for fact in GIT:
+                value["code"].pop(fact, None)
         files[f"run_config.json: {name}"] = json.dumps(value, sort_keys=True).encode()
     files["results"] = json.dumps(record["results"]["final"], sort_keys=True).encode()
     files["stray files"] = "\n".join(sorted(strays(folder))).encode()
