@@ -230,6 +230,43 @@ def test_several_arms_are_adjusted_so_that_text_and_picture_agree(
                 assert number.p_adjusted < 0.05
 
 
+def test_a_contrast_belongs_to_the_family_of_comparisons(runs: Path, tmp_path: Path) -> None:
+    third = write_arm(tmp_path, "third", {1: 0.003, 2: 0.012, 3: -0.008}, **MHA)
+    arms = {"gqa": arm(runs, "gqa"), "mha": arm(runs, "mha"), "third": third}
+    found = compare_arms(arms, treatment=["model"], contrasts=[("third", "mha")])
+    assert [pair.names for pair in found.pairs] == [
+        ("gqa", "mha"),
+        ("gqa", "third"),
+        ("third", "mha"),
+    ]
+    assert [pair.names for pair in found.contrasts] == [("third", "mha")]
+    numbers = [pair.results.numbers["held_out/nll"] for pair in found.pairs if pair.results]
+    contrast = numbers[2]
+    assert contrast.difference == pytest.approx(numbers[0].difference - numbers[1].difference)
+    alone = compare_arms(
+        {"third": third, "mha": arms["mha"]}, treatment=["model"], level=1 - 0.05 / 3
+    )
+    assert alone.pairs[0].results is not None
+    test = alone.pairs[0].results.numbers["held_out/nll"].seeds
+    assert test is not None
+    assert contrast.seeds is not None
+    assert contrast.seeds.interval == pytest.approx(test.interval)
+    p = [number.seeds.p for number in numbers if number.seeds]
+    assert len(p) == 3
+    adjusted = [number.p_adjusted for number in numbers]
+    smallest = p.index(min(p))
+    assert adjusted[smallest] == pytest.approx(3 * p[smallest])
+    without = compare_arms(arms, treatment=["model"])
+    assert without.key != found.key
+    planned = compare_arms(arms, treatment=["model"], family=3)
+    wider = [pair.results.numbers["held_out/nll"] for pair in planned.pairs if pair.results]
+    assert [n.seeds.interval for n in wider if n.seeds] == [
+        n.seeds.interval for n in numbers[:2] if n.seeds
+    ]
+    with pytest.raises(UserError, match="there is no such arm"):
+        compare_arms(arms, treatment=["model"], contrasts=[("third", "fourth")])
+
+
 def test_the_document_for_machines(runs: Path) -> None:
     arms = {"gqa": arm(runs, "gqa"), "mha": arm(runs, "mha")}
     found = json.loads(

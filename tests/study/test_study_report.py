@@ -271,7 +271,7 @@ def test_without_any_run_of_an_arm_there_is_still_a_report(made: Made) -> None:
     found = result(made)
     assert found.verdict == "refused"
     text = (written(made, found) / "report.md").read_text()
-    assert "dense: no run of dense has finished" in text
+    assert "dense against routed: no run of dense has finished" in text
     assert "This study cannot answer its question" in text
 
 
@@ -358,6 +358,49 @@ def test_a_winner_is_named_by_the_rule_of_the_plan(tmp_path: Path) -> None:
     found = outcome_of(study_status("small", store))
     assert found.decisions[0].better is None
     assert "by less than the plan counts" in found.decisions[0].words
+
+
+def test_a_planned_contrast_is_answered_beside_the_baseline(tmp_path: Path) -> None:
+    store = Store(tmp_path / "mlruns")
+    wide = {"model": ARMS["dense"]["model"] | {"intermediate_size": 128}}
+    contrasts = [{"arm": "wide", "against": "dense"}]
+    path = write_study(tmp_path, arms=ARMS | {"wide": wide}, contrasts=contrasts)
+    study = load_study(path)
+    freeze(study, store)
+    train_planned(study, store)
+    found = outcome_of(study_status("small", store))
+    assert [(one.arm, one.against) for one in found.decisions] == [
+        ("dense", "routed"),
+        ("wide", "routed"),
+        ("wide", "dense"),
+    ]
+    contrast = found.decisions[2].number
+    assert contrast is not None
+    assert contrast.seeds is not None
+    assert contrast.seeds.level == pytest.approx(1 - 0.05 / 3)
+    change = [b - a for a, b in zip(values(store, "dense"), values(store, "wide"), strict=True)]
+    assert contrast.difference == pytest.approx(statistics.fmean(change), rel=1e-9)
+    said = "No arm can be told from routed; wide cannot be told from dense at this budget."
+    assert headline(found) == said
+    folder = write_study_report(found, store.reports)
+    text = (folder / "report.md").read_text()
+    for part in (
+        "for 3 comparisons together",
+        "3, each against `routed`; wide against dense",
+        "| contrast ",
+        "| wide - dense ",
+    ):
+        assert part in text, part
+    assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 100
+    rows = list(csv.DictReader(io.StringIO((folder / "results.csv").read_text())))
+    assert "wide - dense" in {row["arm"] for row in rows}
+    shutil.rmtree(store.runs / "small-wide-s2")
+    left = outcome_of(study_status("small", store))
+    assert [one.refused for one in left.decisions] == [False, True, True]
+    number = left.decisions[0].number
+    assert number is not None
+    assert number.seeds is not None
+    assert number.seeds.level == pytest.approx(1 - 0.05 / 3)  # of all that were planned
 
 
 def test_only_a_report_of_the_same_study_is_replaced(made: Made) -> None:

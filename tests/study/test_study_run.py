@@ -28,7 +28,13 @@ from workbench.study.check import check_study
 from workbench.study.ledger import Ledger
 from workbench.study.lock import is_being_run, study_lock
 from workbench.study.machine import share_machine
-from workbench.study.plan import document_of_study, folder_of, plan_differences, read_plan
+from workbench.study.plan import (
+    document_of_study,
+    folder_of,
+    plan_differences,
+    plan_hash,
+    read_plan,
+)
 from workbench.study.run import StudyOutcome, run_study
 from workbench.study.spec import load_study
 from workbench.study.states import RunState
@@ -344,6 +350,20 @@ def test_a_field_that_a_later_version_brings_is_no_change_of_plan(lab: Lab) -> N
     now["arms"]["dense"]["training.z_loss"] = 0.1
     assert plan_differences(then, now) == ["arms.dense.training.z_loss: null -> 0.1"]
     assert plan_differences(now, then) != []
+
+
+def test_contrasts_are_frozen_with_the_plan(lab: Lab) -> None:
+    before = document_of_study(load_study(lab.path))
+    assert "contrasts" not in before  # as in plans frozen before there were any
+    arms = ARMS | {"wide": {"model": ARMS["dense"]["model"] | {"intermediate_size": 128}}}
+    contrasts = [{"arm": "wide", "against": "dense"}]
+    with_arm = document_of_study(load_study(write_study(lab.folder, arms=arms)))
+    path = write_study(lab.folder, arms=arms, contrasts=contrasts)
+    after = document_of_study(load_study(path))
+    said = json.dumps(contrasts)
+    assert plan_differences(with_arm, after) == [f"contrasts: [] -> {said}"]
+    assert plan_differences(after, with_arm) == [f"contrasts: {said} -> []"]
+    assert plan_hash(with_arm) != plan_hash(after)
 
 
 def test_a_seed_dropped_later_stays_in_sight(lab: Lab) -> None:

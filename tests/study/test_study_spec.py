@@ -106,6 +106,23 @@ def test_runs_are_tagged_with_their_study_and_the_tag_is_compared_by_no_rule(
         ({"arms": arms_with("dense", seed=3)}, "arms.dense.seed", "the study sets the seed"),
         ({"arms": arms_with("dense", name="x")}, "arms.dense.name", "the study sets the name"),
         ({"baseline": "dens"}, "baseline", "Did you mean 'dense'?"),
+        (
+            {"contrasts": [{"arm": "dens", "against": "routed"}]},
+            "contrasts[0].arm",
+            "Did you mean 'dense'?",
+        ),
+        (
+            {"contrasts": [{"arm": "dense", "against": "dense"}]},
+            "contrasts[0]",
+            "an arm against itself",
+        ),
+        (
+            {"contrasts": [{"arm": "routed", "against": "dense"}]},
+            "contrasts[0]",
+            "this is the baseline's comparison",
+        ),
+        ({"contrasts": [{"arm": "dense"}]}, "contrasts[0].against", "is needed and not given"),
+        ({"contrasts": ["dense"]}, "contrasts[0]", "valid dictionary"),
         ({"arms": [1]}, "arms", "valid dictionary"),
         ({"arms": {"a": 3, "b": {}}}, "arms.a", "valid dictionary"),
         (
@@ -268,6 +285,8 @@ def test_the_matched_studies_hold(name: str, tmp_path: Path) -> None:
     study = load_study(ROOT / "experiments" / f"{name}.study.yaml")
     assert len(study.runs) == 12
     assert study.spec.seeds == [42, 43]
+    pairs = [(pair.arm, pair.against) for pair in study.spec.contrasts]
+    assert ("gqa-routed", "gqa-dense") in pairs
     found = check_study(study, Store(tmp_path))
     assert not found.refused
     totals = found.parameters

@@ -1,4 +1,4 @@
-"""Compares arms of several seeds: every arm with the baseline, judged and measured.
+"""Compares arms of several seeds: every arm with the baseline, and further pairs where planned.
 
 comparison = compare_arms({"mha": [...], "gqa": [...]}, treatment=["model"])
 comparison.pairs[0].results.numbers["held_out/nll"].seeds.interval
@@ -60,7 +60,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class ArmPair:
-    """One arm against the baseline (`a`): the verdict, and the numbers that it permits."""
+    """One arm against the baseline or another (`a`): the verdict, and the numbers it permits."""
 
     a: Arm
     b: Arm
@@ -105,10 +105,10 @@ class ArmPair:
 
 @dataclass(frozen=True)
 class ArmsComparison:
-    """Every arm against the baseline, at one point that all runs have.
+    """Every arm against the baseline, then the contrasts, at one point that all runs have.
 
     `at` is the token count compared, None when the runs have no evaluation point in common; `level`
-    is that of all intervals together.
+    is that of all intervals together, `family` the number of comparisons that it is shared by.
     """
 
     arms: tuple[Arm, ...]
@@ -120,6 +120,17 @@ class ArmsComparison:
     level: float
     primary: str | None = None
     report: Path | None = None
+    family: int = 1
+
+    @property
+    def contrasts(self) -> tuple[ArmPair, ...]:
+        """The pairs that the baseline is no part of."""
+        return tuple(pair for pair in self.pairs if pair.a is not self.baseline)
+
+    def pair(self, arm: str, against: str) -> ArmPair | None:
+        """The comparison of an arm with another; None: it is not one of this."""
+        named = (one for one in self.pairs if one.names == (against, arm))
+        return next(named, None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,7 +159,7 @@ class ArmsComparison:
     def key(self) -> str:
         """SHA-256 of what was compared and how; the report of another key is never replaced."""
         judgement = self.pairs[0].judgement
-        what = {
+        what: dict[str, Any] = {
             "arms": {arm.name: [side.record.id for side in arm.runs] for arm in self.arms},
             "baseline": self.baseline.name,
             "treatment": [] if judgement.inferred else sorted(judgement.treatment),
@@ -158,6 +169,8 @@ class ArmsComparison:
             "level": self.level,
             "primary": self.primary,
         }
+        if self.contrasts:
+            what["contrasts"] = [pair.names for pair in self.contrasts]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def exit_code(self, strict: bool = False) -> int:
@@ -185,6 +198,8 @@ def compare_arms(
     arms: Mapping[str, Sequence[Path | str]],
     *,
     baseline: str | None = None,
+    contrasts: Sequence[tuple[str, str]] = (),
+    family: int | None = None,
     treatment: Sequence[str] = (),
     allow: Mapping[str, str] | None = None,
     claims: Iterable[str] = ("nll",),
@@ -196,12 +211,15 @@ def compare_arms(
     statuses: Mapping[Path, Status] | None = None,
     over_documents: bool = True,
 ) -> ArmsComparison:
-    """Compares arms of finished runs, every one with the baseline.
+    """Compares arms of finished runs, every one with the baseline, and the contrasts.
 
     Args:
         arms: name -> the folders of its runs, one for each seed; two arms or more.
         baseline: the arm that the others are compared with; by default the first. Differences are
             the other arm minus the baseline.
+        contrasts: further pairs of arms, (against, arm): the second is compared with the first.
+        family: how many comparisons were planned, where not all of them can be made now: intervals
+            and p are adjusted for all of them.
         treatment: what is meant to differ: spec fields or sections, `rule:X` for a whole rule.
         allow: rule -> reason; turns a refusal by that rule into a flag.
         claims: what the comparison is used for; these alone set the verdict.
@@ -221,7 +239,7 @@ def compare_arms(
             record, metrics and scores are damaged or contradict one another.
     """
     asked = check_claims(claims)
-    _check_names(arms, baseline, planned, tuning)
+    _check_names(arms, baseline, planned, tuning, *(dict.fromkeys(c) for c in contrasts))
     sides = {name: _sides(folders, statuses or {}) for name, folders in arms.items()}
     _check_runs(sides)
     every = [side for group in sides.values() for side in group]
@@ -238,13 +256,14 @@ def compare_arms(
     }
     base = built[baseline] if baseline is not None else next(iter(built.values()))
     others = [arm for arm in built.values() if arm is not base]
-    adjusted = bonferroni_level(len(others), level)
+    compared = [(base, other) for other in others]
+    compared += [(built[against], built[arm]) for against, arm in contrasts]
+    family = max(len(compared), family or 0)
+    adjusted = bonferroni_level(family, level)
     pairs = []
-    for other in others:
-        judged = [
-            [Judged(side.name, facts[id(side)]) for side in arm.runs] for arm in (base, other)
-        ]
-        plans = [(planned or {}).get(arm.name) for arm in (base, other)]
+    for one, other in compared:
+        judged = [[Judged(side.name, facts[id(side)]) for side in arm.runs] for arm in (one, other)]
+        plans = [(planned or {}).get(arm.name) for arm in (one, other)]
         judgement, sets = judge_arms(
             judged[0],
             judged[1],
@@ -255,18 +274,20 @@ def compare_arms(
         results = None
         if tokens is not None and any(judgement.claims[claim] != "refused" for claim in asked):
             blanked = refusing(judgement)
-            if any(is_smoke_test(side.record.spec) for side in (*base.runs, *other.runs)):
+            if any(is_smoke_test(side.record.spec) for side in (*one.runs, *other.runs)):
                 blanked |= dict.fromkeys(("nll", "bpb"), SMOKE_TEST)  # whatever is allowed
             results = arm_results(
-                base.data, other.data, tokens, blanked, sets.design, adjusted, over_documents
+                one.data, other.data, tokens, blanked, sets.design, adjusted, over_documents
             )
-        shown = tuple({**one[0].facts, "seed": _seeds_shown(one)} for one in judged)
+        shown = tuple({**runs[0].facts, "seed": _seeds_shown(runs)} for runs in judged)
         pairs.append(
-            ArmPair(base, other, judgement, sets, asked, (shown[0], shown[1]), results, primary)
+            ArmPair(one, other, judgement, sets, asked, (shown[0], shown[1]), results, primary)
         )
     arms_in_order = tuple(built.values())
+    decided = _decided(pairs, family)
+    given = at is not None
     return ArmsComparison(
-        arms_in_order, base, _decided(pairs), asked, tokens, at is not None, level, primary
+        arms_in_order, base, decided, asked, tokens, given, level, primary, family=family
     )
 
 
@@ -360,10 +381,10 @@ def _seeds_shown(runs: Sequence[Judged]) -> Any:
     return seeds[0] if len(seeds) == 1 else seeds
 
 
-def _decided(pairs: Sequence[ArmPair]) -> tuple[ArmPair, ...]:
+def _decided(pairs: Sequence[ArmPair], family: int) -> tuple[ArmPair, ...]:
     """The pairs with their adjusted p and winners: of each number that decides, over all pairs.
 
-    A pair without a test counts in the adjustment as one that found nothing.
+    A pair without a test, or that is not there, counts in the adjustment as one that found nothing.
     """
     found = list(pairs)
     for name in dict.fromkeys(name for pair in pairs for name in pair.deciding):
@@ -374,7 +395,7 @@ def _decided(pairs: Sequence[ArmPair]) -> tuple[ArmPair, ...]:
             and name in pair.deciding
             and (number := pair.results.numbers[name]).seeds is not None
         ]
-        adjusted = holm([p for _, p in tested], family=len(pairs))
+        adjusted = holm([p for _, p in tested], family=family)
         for (index, _), p in zip(tested, adjusted, strict=True):
             results = found[index].results
             assert results is not None

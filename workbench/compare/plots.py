@@ -157,7 +157,7 @@ def effects(rows: Sequence[Effect], *, axis: str, title: str, level: str) -> Any
             axes.scatter(row.each, [place] * len(row.each), label=label, **look)
         label = "mean" if first else None
         axes.plot([row.difference], [place], "o", color="#0072B2", markersize=7, label=label)
-    axes.set_yticks(range(len(rows)), [short(row.name, 24) for row in rows])
+    axes.set_yticks(range(len(rows)), [short(row.name, 30) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(axis)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)

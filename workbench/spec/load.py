@@ -314,14 +314,17 @@ def _faults(item: Any, source: Source, fields: dict[str, Any]) -> list[Fault]:
             for fault in cause.faults
         ]
     path = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
-    index = "".join(f"[{part}]" for part in item["loc"] if isinstance(part, int))
-    place = place_of(path, source) + index
+    shown = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"]
+    ).removeprefix(".")
+    place = place_of(path, source).removesuffix(path) + shown
     value = item["input"]
     match item["type"]:
         case "extra_forbidden":
             return [Fault(place, _unknown_key(path, fields), None, None)]
         case "missing":
-            return [Fault(place, "is needed and not given", None, _allowed(path, fields))]
+            allowed = None if path != shown else _allowed(path, fields)
+            return [Fault(place, "is needed and not given", None, allowed)]
         case _:
             said = item["msg"][:1].lower() + item["msg"][1:]
             return [Fault(place, said, value, _allowed(path, fields))]

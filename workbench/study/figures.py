@@ -49,6 +49,7 @@ def draw(outcome: StudyResult, folder: Path) -> dict[str, Figures]:
 def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Figure]:
     """The difference of every arm from the baseline at the point that decides."""
     rows = []
+    contrasts = False
     for pair in pairs:
         assert pair.results is not None
         number = pair.results.numbers.get(outcome.metric)
@@ -62,15 +63,22 @@ def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         ]
         seeds = number.seeds.interval if number.seeds else None
         documents = number.documents.interval if number.documents else None
-        rows.append(plots.Effect(pair.b.name, number.difference, seeds, documents, tuple(each)))
+        label = pair.b.name
+        if pair.a.name != outcome.baseline:
+            label, contrasts = f"{pair.b.name} - {pair.a.name}", True
+        rows.append(plots.Effect(label, number.difference, seeds, documents, tuple(each)))
     if not rows:
         return []
     name, score = outcome.metric.rpartition("/")[0], outcome.metric.rpartition("/")[2]
     level = f"{100 * _level(pairs):.4g} %"
+    minus = "difference" if contrasts else f"arm - {outcome.baseline}"
+    further = ", and the contrasts as written" if contrasts else ""
     figure = plots.effects(
         rows,
-        axis=f"arm - {outcome.baseline}, {plots.AXES.get(score, outcome.metric)}",
-        title=f"{plots.TITLES.get(name, name)}\nleft of zero: better than {outcome.baseline}",
+        axis=f"{minus}, {plots.AXES.get(score, outcome.metric)}",
+        title=f"{plots.TITLES.get(name, name)}\n"
+        f"left of zero: better than {outcome.baseline}"
+        + (", or the first of two than the second" if contrasts else ""),
         level=level,
     )
     said = "; ".join(
@@ -78,10 +86,10 @@ def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         + (f", interval over seeds {write_interval(row.seeds)}" if row.seeds else "")
         for row in rows
     )
-    alt = f"Difference of {outcome.metric} of every arm from {outcome.baseline}: {said}."
+    alt = f"Difference of {outcome.metric} of every arm from {outcome.baseline}{further}: {said}."
     caption = (
-        f"{outcome.metric} of every arm minus that of {outcome.baseline}, with the {level} interval"
-        " over seeds (line) and over documents (box); dots: single seeds."
+        f"{outcome.metric} of every arm minus that of {outcome.baseline}{further}, with the"
+        f" {level} interval over seeds (line) and over documents (box); dots: single seeds."
     )
     return [Figure("answer.png", alt, caption, plots.save(figure, folder / "answer.png"))]
 
@@ -96,13 +104,17 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
     metric = outcome.metric
     found: list[Figure] = []
     lines: list[plots.Curve] = []
+    drawn: set[str] = set()
     for pair in pairs:
         assert pair.results is not None
         series = pair.results.series.get(metric)
         if series is None or len(series.tokens) < 2:
             continue
         sides = [(pair.a.name, series.a), (pair.b.name, series.b)]
-        for name, values in sides if not lines else sides[1:]:
+        for name, values in sides:
+            if name in drawn:
+                continue
+            drawn.add(name)
             label = chr(ord("A") + len(lines))
             # Untrained models are all alike, and far above: they would flatten the rest.
             kept = [at for at, count in enumerate(series.tokens) if count > 0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from workbench.compare.arms import ArmPair
 from workbench.compare.document import (
     Badge,
     Block,
@@ -31,6 +32,7 @@ from workbench.study.table import state_rows
 from workbench.track.record import RunRecord
 
 _MOST_COLUMNS = 3  # of arms beside their settings
+_MOST_CONTRASTS = 2  # in one table of rules: their names are long
 
 
 def history(outcome: StudyResult) -> list[Block]:
@@ -115,29 +117,45 @@ def checklist(outcome: StudyResult) -> list[Block]:
     comparison = outcome.comparison
     if comparison is None:
         return [paragraph("Nothing was compared.")]
-    head = ["rule", "N B T M", *(pair.b.name for pair in comparison.pairs)]
-    rows: list[list[Cell]] = []
-    for name, rule in RULES.items():
-        effects = " ".join((rule.effects.get(claim) or "-")[0] for claim in CLAIMS)
-        cells: list[Cell] = []
-        for pair in comparison.pairs:
-            ruling = pair.judgement.ruling(name)
-            worst = ruling.over(CLAIMS)
-            cells.append(ruling.outcome if worst == "comparable" else Badge(ruling.outcome, worst))
-        rows.append([name, effects, *cells])
+    with_base = [pair for pair in comparison.pairs if pair not in comparison.contrasts]
+    tables = [_rules(with_base, outcome.baseline)]
+    contrasts = comparison.contrasts
+    for first in range(0, len(contrasts), _MOST_CONTRASTS):
+        tables.append(_rules(contrasts[first : first + _MOST_CONTRASTS], outcome.baseline))
     said: dict[str, list[str]] = {}
     for pair in comparison.pairs:
         for ruling in pair.judgement.rules:
             if any(ruling.effects.values()):
-                said.setdefault(f"{ruling.rule}: {why(ruling)}", []).append(pair.b.name)
+                label = _label(pair, outcome.baseline)
+                said.setdefault(f"{ruling.rule}: {why(ruling)}", []).append(label)
+    written = ", contrasts as they are written" if contrasts else ""
     legend = (
-        f"Each arm against {outcome.baseline}. N, B, T, M: what a difference does to nll, bpb,"
-        " throughput, memory (r refuses, f flags)."
+        f"Each arm against {outcome.baseline}{written}. N, B, T, M: what a difference does to nll,"
+        " bpb, throughput, memory (r refuses, f flags)."
     )
-    blocks: list[Block] = [table(head, rows), paragraph(legend)]
+    blocks: list[Block] = [*tables, paragraph(legend)]
     if said:
         blocks.append(bullets(f"{', '.join(who)}: {text}." for text, who in said.items()))
     return blocks
+
+
+def _rules(pairs: Sequence[ArmPair], baseline: str) -> Block:
+    """Every rule with its outcome for each of the pairs."""
+    head = ["rule", "N B T M", *(_label(pair, baseline) for pair in pairs)]
+    rows: list[list[Cell]] = []
+    for name, rule in RULES.items():
+        effects = " ".join((rule.effects.get(claim) or "-")[0] for claim in CLAIMS)
+        cells: list[Cell] = []
+        for pair in pairs:
+            ruling = pair.judgement.ruling(name)
+            worst = ruling.over(CLAIMS)
+            cells.append(ruling.outcome if worst == "comparable" else Badge(ruling.outcome, worst))
+        rows.append([name, effects, *cells])
+    return table(head, rows)
+
+
+def _label(pair: ArmPair, baseline: str) -> str:
+    return pair.b.name if pair.a.name == baseline else f"{pair.b.name} - {pair.a.name}"
 
 
 def differences(outcome: StudyResult) -> list[Block]:

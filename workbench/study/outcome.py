@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.compare.arm_results import ArmNumber
-from workbench.compare.arms import ArmPair, ArmsComparison, compare_arms
+from workbench.compare.arms import ArmsComparison, compare_arms
 from workbench.compare.words import why
 from workbench.study.check import claim_of
 from workbench.study.states import RunState
@@ -16,17 +16,22 @@ from workbench.study.status import StudyStatus
 
 @dataclass(frozen=True)
 class Decision:
-    """What the decision rule of the plan makes of one arm against the baseline.
+    """What the decision rule of the plan makes of one arm against the baseline or another.
 
     `better` is the arm that is better, None where none is; `words` say it, or why nothing can be
     said.
     """
 
     arm: str
+    against: str
     better: str | None
     refused: bool
     words: str
     number: ArmNumber | None = None
+
+    def label(self, baseline: str) -> str:
+        """What the comparison is called: the arm, or both where the other is not the baseline."""
+        return self.arm if self.against == baseline else f"{self.arm} - {self.against}"
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,10 @@ class StudyResult:
             return "refused"
         return self.comparison.verdict
 
-    def pair(self, arm: str) -> ArmPair | None:
-        """The comparison of an arm with the baseline."""
-        pairs = self.comparison.pairs if self.comparison else ()
-        return next((pair for pair in pairs if pair.b.name == arm), None)
+    @property
+    def contrasts(self) -> tuple[Decision, ...]:
+        """The decisions on pairs that the baseline is no part of."""
+        return tuple(one for one in self.decisions if one.against != self.baseline)
 
 
 def outcome_of(status: StudyStatus) -> StudyResult:
@@ -83,6 +88,8 @@ def outcome_of(status: StudyStatus) -> StudyResult:
     metric = document["primary"]["metric"]
     baseline = document.get("baseline") or plan.latest.runs[0].arm
     arms = list(dict.fromkeys(run.arm for run in plan.latest.runs))
+    contrasts = [(one["against"], one["arm"]) for one in document.get("contrasts", [])]
+    compared = [(baseline, arm) for arm in arms if arm != baseline] + contrasts
     finished: dict[str, list[RunState]] = {}
     for state in status.states:
         if state.state == "finished" and state.planned.arm in arms:
@@ -98,6 +105,8 @@ def outcome_of(status: StudyStatus) -> StudyResult:
         comparison = compare_arms(
             folders,
             baseline=baseline,
+            contrasts=[pair for pair in contrasts if set(pair) <= finished.keys()],
+            family=len(compared),
             treatment=document["treatment"],
             claims=[claim_of(metric)],
             at=_tokens(status, finished[baseline][0]),
@@ -108,7 +117,7 @@ def outcome_of(status: StudyStatus) -> StudyResult:
         )
     used = [state for arm in arms for state in finished.get(arm, ())] if comparison else []
     outcome = StudyResult(status, metric, baseline, comparison, (), tuple(used))
-    decisions = tuple(_decide(outcome, arm) for arm in outcome.arms[1:])
+    decisions = tuple(_decide(outcome, arm, against) for against, arm in compared)
     return StudyResult(status, metric, baseline, comparison, decisions, tuple(used))
 
 
@@ -126,35 +135,37 @@ def _tokens(status: StudyStatus, state: RunState) -> int | None:
     return step * (state.entry.record.tokens_per_step or 0) if step else tokens
 
 
-def _decide(outcome: StudyResult, arm: str) -> Decision:
-    """The decision rule of the plan, applied to one arm."""
-    pair, base = outcome.pair(arm), outcome.baseline
+def _decide(outcome: StudyResult, arm: str, base: str) -> Decision:
+    """The decision rule of the plan, applied to one arm against another."""
+    pair = outcome.comparison.pair(arm, base) if outcome.comparison else None
     if pair is None:
-        lacking = [one for one in (base, arm) if not _has_runs(outcome, one)]
+        needed = dict.fromkeys((outcome.baseline, base, arm))
+        lacking = [one for one in needed if not _has_runs(outcome, one)]
         said = f"no run of {' and '.join(lacking)} has finished" if lacking else "nothing compared"
-        return Decision(arm, None, True, f"{arm}: {said}")
+        return Decision(arm, base, None, True, f"{arm} against {base}: {said}")
     if pair.verdict == "refused":
         refusing = [rule for rule in pair.judgement.rules if rule.over(pair.asked) == "refused"]
         said = "; ".join(f"{rule.rule}: {why(rule)}" for rule in refusing)
-        return Decision(arm, None, True, f"{arm} and {base} are not comparable: {said}")
+        return Decision(arm, base, None, True, f"{arm} and {base} are not comparable: {said}")
     number = pair.results.numbers.get(outcome.metric) if pair.results else None
     if number is None or number.difference is None:
-        return Decision(arm, None, True, f"{arm}: {outcome.metric} was not measured in every run")
+        said = f"{arm} against {base}: {outcome.metric} was not measured in every run"
+        return Decision(arm, base, None, True, said)
     if number.seeds is None:
-        said = f"{arm}: no winner is named, since {number.no_seeds}"
-        return Decision(arm, None, False, said, number)
+        said = f"{arm} against {base}: no winner is named, since {number.no_seeds}"
+        return Decision(arm, base, None, False, said, number)
     rule: dict[str, Any] = outcome.status.plan.latest.document["decision"]
     p = number.p_adjusted
     agrees = p is not None and p < 1 - rule["confidence"] and number.seeds.excludes_zero
     if not agrees:
         said = f"{arm} is not distinguishable from {base} at this budget"
-        return Decision(arm, None, False, said, number)
+        return Decision(arm, base, None, False, said, number)
     if abs(number.difference) < rule["smallest_difference"]:
         said = f"{arm} differs from {base} by less than the plan counts"
-        return Decision(arm, None, False, said, number)
+        return Decision(arm, base, None, False, said, number)
     better = arm if number.difference < 0 else base
     worse = base if better == arm else arm
-    return Decision(arm, better, False, f"{better} is better than {worse}", number)
+    return Decision(arm, base, better, False, f"{better} is better than {worse}", number)
 
 
 def _has_runs(outcome: StudyResult, arm: str) -> bool:

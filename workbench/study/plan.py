@@ -97,7 +97,10 @@ def document_of_study(study: Study) -> dict[str, Any]:
     """What of a study is frozen: all that decides numbers, and how they will be judged."""
     spec = study.spec
     folder = study.path.resolve().parent
-    return {
+    contrasts = [contrast.model_dump(mode="json") for contrast in spec.contrasts]
+    # Left out where there are none: so are they in plans frozen before there were contrasts.
+    further = {"contrasts": contrasts} if contrasts else {}
+    return further | {
         "seeds": list(spec.seeds),
         "treatment": sorted(spec.treatment),
         "baseline": spec.baseline or next(iter(spec.arms)),
@@ -145,7 +148,8 @@ def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
     shared = [arm for arm in old if arm in new]
     sides = []
     for document in (before, after):
-        kept = {key: value for key, value in document.items() if key != "arms"}
+        kept = {"contrasts": [], **document}
+        del kept["arms"]
         kept |= {f"arms.{arm}": document["arms"][arm] for arm in shared}
         sides.append(dict(_leaves(kept)))
     known = {_field(leaf) for leaf in sides[0]}

@@ -116,16 +116,18 @@ def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words
     plan, document = status.plan, status.plan.latest.document
     decision, comparison = document["decision"], outcome.comparison
     at = "no common point" if comparison is None else f"{comparison.at:,} tokens"
-    others = len(outcome.arms) - 1
-    rule = (
-        f"{decision['confidence'] * 100:g} % intervals over seeds for {others} comparisons together"
-    )
+    family = len(outcome.decisions)
+    together = f" for {family} comparisons together" if family > 1 else ""
+    rule = f"{decision['confidence'] * 100:g} % intervals over seeds{together}"
     if decision["smallest_difference"]:
         rule += f"; differences below {decision['smallest_difference']:g} are not counted"
     rows: list[tuple[str, Words]] = [
         ("verdict", (Badge(outcome.verdict, outcome.verdict), *_claims(outcome))),
         ("treatment", (f"{', '.join(document['treatment'])} (declared)",)),
-        ("arms", (f"{len(outcome.arms)}, each against ", Code(outcome.baseline))),
+        (
+            "arms",
+            (f"{len(outcome.arms)}, each against ", Code(outcome.baseline), *_further(outcome)),
+        ),
         ("seeds", (", ".join(map(str, plan.seeds)),)),
         ("decided by", (Code(outcome.metric), f" at {at}, {rule}")),
         ("runs", (summary(status.states),)),
@@ -142,6 +144,14 @@ def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words
     rows.append(("overrides", ("none",)))
     rows.append(("ruleset", (f"{RULESET_VERSION}, {today:%Y-%m-%d}",)))
     return rows
+
+
+def _further(outcome: StudyResult) -> Words:
+    """The contrasts that were planned beside the comparisons with the baseline."""
+    if not outcome.contrasts:
+        return ()
+    named = sections.listed([f"{one.arm} against {one.against}" for one in outcome.contrasts])
+    return (f"; {named}",)
 
 
 def _claims(outcome: StudyResult) -> Words:
@@ -163,7 +173,13 @@ def data(outcome: StudyResult) -> dict[str, Any]:
         "baseline": outcome.baseline,
         "metric": outcome.metric,
         "decisions": [
-            {"arm": one.arm, "better": one.better, "refused": one.refused, "words": one.words}
+            {
+                "arm": one.arm,
+                "against": one.against,
+                "better": one.better,
+                "refused": one.refused,
+                "words": one.words,
+            }
             for one in outcome.decisions
         ],
         "comparison": comparison.to_json() if comparison else None,

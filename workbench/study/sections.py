@@ -43,14 +43,21 @@ def headline(outcome: StudyResult) -> str:
     if not measured:
         return "This study cannot answer its question: no arm may be compared with the baseline."
     better = [one.words for one in measured if one.better is not None]
-    same = [one.arm for one in measured if one.better is None]
     words = [f"{listed(better)}." if better else ""]
+    same: dict[str, list[str]] = {}
+    for one in measured:
+        if one.better is None:
+            same.setdefault(one.against, []).append(one.arm)
     if same:
-        none = "No arm" if not better and len(same) == len(outcome.decisions) else ""
-        subject = none or listed(same)
-        verb = "can be told" if none or len(same) == 1 else "cannot be told"
-        verb = verb if none or len(same) > 1 else "cannot be told"
-        words.append(f"{subject} {verb} from {outcome.baseline} at this budget.")
+        none = same.get(outcome.baseline) == list(outcome.arms[1:])
+        said = [
+            f"no arm can be told from {against}"
+            if none and against == outcome.baseline
+            else f"{listed(arms)} cannot be told from {against}"
+            for against, arms in same.items()
+        ]
+        text = f"{'; '.join(said)} at this budget."
+        words.append(f"No{text[2:]}" if none else text)
     refused = len(outcome.decisions) - len(measured)
     if refused:
         words.append(f"{refused} of {len(outcome.decisions)} comparisons are refused.")
@@ -72,8 +79,8 @@ def _sureness(outcome: StudyResult) -> str:
     unit, digits = number.unit, _digits(number)
     lower = "lower" if (number.difference or 0) < 0 else "higher"
     said = (
-        f"The largest difference in {outcome.metric}, that of {decision.arm}, is"
-        f" {largest:.{digits}f} {unit} {lower}"
+        f"The largest difference in {outcome.metric}, that of {decision.arm} from"
+        f" {decision.against}, is {largest:.{digits}f} {unit} {lower}"
     )
     test = number.seeds
     if test is None:
@@ -93,12 +100,13 @@ def _sureness(outcome: StudyResult) -> str:
 
 
 def arms(outcome: StudyResult) -> list[Block]:
-    """Every arm with the deciding number, and its difference from the baseline."""
+    """Every arm with the deciding number, its difference from the baseline, and the contrasts."""
     comparison = outcome.comparison
     if comparison is None:
         return []
     metric = outcome.metric
     rows: list[list[Cell]] = []
+    further: list[list[Cell]] = []
     single: list[list[Cell]] = []
     first = next((one.number for one in outcome.decisions if one.number is not None), None)
     digits = max((_digits(one.number) for one in outcome.decisions if one.number), default=4)
@@ -107,16 +115,20 @@ def arms(outcome: StudyResult) -> list[Block]:
         rows.append([outcome.baseline, base, "", "", "", "baseline"])
     for one in outcome.decisions:
         number = one.number
+        is_contrast = one in outcome.contrasts
+        into = further if is_contrast else rows
+        label = one.label(outcome.baseline)
         if number is None:
-            rows.append([one.arm, "-", "-", "-", "-", Badge("refused", "refused")])
+            mean = [] if is_contrast else ["-"]
+            into.append([label, *mean, "-", "-", "-", Badge("refused", "refused")])
             continue
         test, documents = number.seeds, number.documents
         p = number.p_adjusted
         change = write(metric, number.difference, digits, sign=True)
-        rows.append(
+        into.append(
             [
-                one.arm,
-                _mean(metric, number.b, digits),
+                label,
+                *([] if is_contrast else [_mean(metric, number.b, digits)]),
                 change,
                 write_interval(test.interval, digits) if test else "-",
                 "-" if p is None else f"{p:.2g}",
@@ -124,14 +136,16 @@ def arms(outcome: StudyResult) -> list[Block]:
             ]
         )
         if documents:
-            single.append([one.arm, change, write_interval(documents.interval, digits)])
+            single.append([label, change, write_interval(documents.interval, digits)])
     level = first.level if first is not None else comparison.level
     unit = first.unit if first is not None else ""
     if not single:
         single = [["-", "-", "-"]]
     head = ["arm", metric, "difference", "over seeds", "p", "decision"]
+    between = [table(["contrast", *head[2:]], further)] if further else []
     return [
         table(head, rows),
+        *between,
         table(["arm", "difference", "over documents"], single),
         bullets(_legend(outcome, level, unit, first)),
     ]
@@ -146,9 +160,10 @@ def _legend(
         f" in {unit}, mean ± standard deviation over seeds"
         f"{f': {number.what}' if number and number.what else ''}; less is better.",
     )
+    contrast = " (a contrast: the first minus the second)" if outcome.contrasts else ""
     yield (
-        f"difference: of the means, the arm minus {outcome.baseline}; below zero, the arm is"
-        " better."
+        f"difference: of the means, the arm minus {outcome.baseline}{contrast}; below zero, the arm"
+        " is better."
     )
     yield (
         f"over seeds: t intervals of {level * 100:.4g} %, so that all {pairs} together hold with"

@@ -49,19 +49,27 @@ class PrimarySpec(Section):
 class DecisionSpec(Section):
     """When one arm is called better than another, decided before any number is seen.
 
-    The interval of their difference over seeds, of this `confidence` for all comparisons with the
-    baseline together, excludes zero, its test agrees (adjusted by Holm's method), and the
-    difference is not smaller than `smallest_difference` (in the metric's unit).
+    The interval of their difference over seeds, of this `confidence` for all comparisons of the
+    study together, excludes zero, its test agrees (adjusted by Holm's method), and the difference
+    is not smaller than `smallest_difference` (in the metric's unit).
     """
 
     confidence: Annotated[float, Field(gt=0.5, lt=1, allow_inf_nan=False)] = 0.95
     smallest_difference: NonNegative = 0.0
 
 
+class ContrastSpec(Section):
+    """Two arms compared beside the comparisons with the baseline: `arm` minus `against`."""
+
+    arm: str
+    against: str
+
+
 class StudySpec(Section):
     """What a study file asks for. `arms` are settings laid over the base, as in a run spec.
 
-    `baseline` is the arm that every other is compared with; None: the first.
+    `baseline` is the arm that every other is compared with; None: the first. `contrasts` are
+    further pairs, planned with the rest: the more comparisons, the wider every interval.
     """
 
     name: str
@@ -71,12 +79,13 @@ class StudySpec(Section):
     seeds: list[Annotated[int, Field(ge=0, lt=2**63)]]
     treatment: Annotated[list[str], Field(min_length=1)]
     baseline: str | None = None
+    contrasts: list[ContrastSpec] = Field(default_factory=list)
     primary: PrimarySpec = PrimarySpec()
     decision: DecisionSpec = DecisionSpec()
 
     @model_validator(mode="after")
     def _consistent(self) -> StudySpec:
-        if faults := [*_of_names(self), *_of_counts(self)]:
+        if faults := [*_of_names(self), *_of_counts(self), *_of_contrasts(self)]:
             raise UserError(*faults)
         return self
 
@@ -97,6 +106,34 @@ def _of_names(study: StudySpec) -> list[Fault]:
             for key in _OF_THE_STUDY
             if key in settings
         ]
+    return faults
+
+
+def _of_contrasts(study: StudySpec) -> list[Fault]:
+    """Every contrast is of two arms of the study, and no pair is compared twice."""
+    baseline = study.baseline or next(iter(study.arms), "")
+    seen = {frozenset((baseline, arm)): "the baseline's" for arm in study.arms if arm != baseline}
+    faults = []
+    for number, pair in enumerate(study.contrasts):
+        place = f"contrasts[{number}]"
+        unknown = {
+            field: arm
+            for field, arm in (("arm", pair.arm), ("against", pair.against))
+            if arm not in study.arms
+        }
+        for field, arm in unknown.items():
+            message = f"the study has no such arm.{did_you_mean(arm, study.arms)}".rstrip(".")
+            faults.append(Fault(f"{place}.{field}", message, arm, ", ".join(study.arms)))
+        if unknown:
+            continue
+        said = f"{pair.arm} against {pair.against}"
+        both = frozenset((pair.arm, pair.against))
+        if len(both) == 1:
+            faults.append(Fault(place, "an arm against itself", said, "two arms"))
+        elif both in seen:
+            message = f"these two are compared already: this is {seen[both]} comparison"
+            faults.append(Fault(place, message, said, "each pair of arms once"))
+        seen.setdefault(both, f"contrasts[{number}]'s")
     return faults
 
 
