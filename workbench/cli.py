@@ -113,7 +113,7 @@ def _explained(error: Exception, arguments: list[str]) -> tuple[list[Fault], int
         return [Fault(_place(error), reason_of(error))], INPUT_OUTPUT
     # Typer may bring a click of its own, so its errors are known by name.
     if any(base.__name__ == "ClickException" for base in type(error).__mro__):
-        message = error.format_message()  # type: ignore[attr-defined]
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         return [Fault("command line", message, allowed="see wb --help")], 2
     return [Fault("wb", _crash(error, arguments))], CRASHED
 

@@ -18,6 +18,7 @@ from workbench.compare import Comparison, compare_runs, write_report
 from workbench.compare.figures import draw
 from workbench.compare.markdown import WIDTH, block, code, table, text
 from workbench.compare.numbers import write, write_interval, written
+from workbench.compare.plots import short_count
 from workbench.compare.report import render_markdown
 from workbench.compare.results import Documents, Number
 from workbench.compare.words import show, show_pair
@@ -358,3 +359,9 @@ def test_a_path_is_shown_from_where_the_reader_is(
     monkeypatch.chdir(tmp_path)
     assert show(f"{tmp_path}/experiments/../configs/ranks.tiktoken") == "configs/ranks.tiktoken"
     assert show("/elsewhere/ranks.tiktoken") == "/elsewhere/ranks.tiktoken"
+
+
+def test_a_point_on_an_axis_keeps_three_digits() -> None:
+    counts = [0, 999, 1_000, 1_536, 245_760, 1_024_000, 10**9]
+    written_ = [short_count(count) for count in counts]
+    assert written_ == ["0", "999", "1k", "1.54k", "246k", "1.02M", "1G"]

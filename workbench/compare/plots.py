@@ -94,7 +94,7 @@ def difference(
         last = figure.add_subplot(grid[1])
         _difference_over(last, [0], values[-1:], intervals[-1:], between)
         last.set_xlim(-1, 1)
-        last.set_xticks([0], [_count(tokens[-1])])
+        last.set_xticks([0], [short_count(tokens[-1])])
         last.set_title("last point", fontsize=9)
         last.yaxis.tick_right()
         _tidy(last, tokens=False)
@@ -359,10 +359,12 @@ def _styles(count: int) -> list[dict[str, Any]]:
     return [STYLES[index % len(STYLES)] for index in range(count)]
 
 
-def _count(tokens: float) -> str:
+def short_count(tokens: float) -> str:
+    """`1.54k`: a number of tokens in three digits, as the ticks of an axis are written."""
     from matplotlib.ticker import EngFormatter
 
-    return str(EngFormatter(sep="", places=0 if tokens < 1e6 else 1)(tokens))
+    short = f"{tokens:.3g}"
+    return str(EngFormatter(sep="")(float(short)))
 
 
 def _tidy(axes: Any, tokens: bool = True) -> None:
