@@ -6,6 +6,7 @@ Ctrl-C during start-up gets the same short answer as one later.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -78,11 +79,15 @@ def _guarded(arguments: list[str]) -> int:
             if debug:
                 complain(redact(traceback.format_exc()))
             faults, code = _explained(error, arguments)
-            if as_json:
+            rank = int(os.environ.get("RANK", "0"))
+            if rank and getattr(error, "agreed", False):
+                return code  # of several processes the first one says it
+            if as_json and not rank:
                 _write_faults(faults)
             else:
                 for fault in faults:
-                    complain(redact(f"error: {fault}"))
+                    said = f"rank {rank}: error: {fault}" if rank else f"error: {fault}"
+                    complain(redact(said))
             return code
     except BrokenPipeError:
         return BROKEN_PIPE

@@ -75,24 +75,36 @@ def run(
     fork: Annotated[
         bool, typer.Option("--fork", help="With --resume RUN or PATH: a new run from there.")
     ] = False,
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Train with so many processes on this machine.")
+    ] = 1,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Train one validated run, tracked in the store and in MLflow."""
+    """Train one validated run, tracked in the store and in MLflow.
+
+    Several processes, on several machines too: torchrun ... -m workbench run SPEC.
+    """
     from workbench.spec.load import load_spec
 
-    resolved = load_spec(spec, overrides)
+    resolved = load_spec(spec, overrides).on(nproc)
     if dry_run:
         return _dry_run(resolved, as_json)
+    request = _resume_request(resume, force_resume, fork)
+    if nproc > 1:
+        from workbench.launch import launch, without_nproc
+
+        return Answer(None, launch(nproc, without_nproc(sys.argv[1:])))
 
     from workbench.process import prepare_process
 
     prepare_process()  # before torch is loaded
     from workbench import run as runner
+    from workbench.core.parallel import join
     from workbench.track.store import Store
     from workbench.views import closing_lines, draw_curve
 
-    store = Store()
+    store, team = Store(), join(resolved.training.device)
 
     def ended(outcome: runner.RunOutcome) -> None:
         curve = draw_curve(outcome.folder)
@@ -101,8 +113,7 @@ def run(
         else:
             write_line(closing_lines(outcome.record, outcome.folder, store, curve, _program()))
 
-    request = _resume_request(resume, force_resume, fork)
-    outcome = runner.run(resolved, store, sys.argv[1:], as_json, ended, request)
+    outcome = runner.run(resolved, store, sys.argv[1:], as_json, ended, request, team)
     return Answer(None, outcome.exit_code)
 
 

@@ -37,6 +37,8 @@ class UserError(ValueError):
     """A mistake in a spec, an option or an input. Carries every fault found, not only the first."""
 
     exit_code = 2
+    agreed = False
+    """Whether all processes of a run end by this same error, so that one of them says it."""
 
     def __init__(self, *faults: Fault) -> None:
         self.faults = faults
@@ -55,6 +57,7 @@ class TrainingStoppedError(UserError):
     """Training ended itself: a loss or gradient that is not finite."""
 
     exit_code = 4
+    agreed = True  # decided from numbers that all processes have alike
 
 
 class RefusedError(UserError):

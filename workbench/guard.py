@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from workbench.errors import Fault, RefusedError, UserError
-from workbench.spec.checklist import ON_RESUME, REFUSED_ON_RESUME, tag_of
+from workbench.spec.checklist import FLAGGED_ON_RESUME, ON_RESUME, REFUSED_ON_RESUME, tag_of
 from workbench.track.record import RunRecord, strict
 
 # Requested settings that no recorded fact stands for.
@@ -96,6 +96,8 @@ def _effect(path: str, now: Any) -> Literal["refuse", "flag", "free"] | None:
         return None  # what it became is compared
     if tag.rule is None:
         return "free"
+    if path in FLAGGED_ON_RESUME:
+        return "flag"
     return "refuse" if path in REFUSED_ON_RESUME else ON_RESUME[tag.rule]
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.core.evaluate import evaluate, write_scores
+from workbench.core.evaluate import SetScore, evaluate, write_scores
 from workbench.core.memory import peak_bytes
 from workbench.core.saving import Saver
 from workbench.core.schedules import WARM_UP_STEPS, timed_steps
@@ -95,20 +95,8 @@ class Recorder:
 
     def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
         """Scores every evaluation set at the present step, and proves where the run stands."""
-        parts, state = self._parts, self._parts.state
-        spec = parts.spec
-        require_finite_weights(state)
-        scores = [
-            evaluate(
-                state.model,
-                documents,
-                spec.training.seq_len,
-                loss_settings(spec),
-                between,
-                spec.evaluation.stride,
-            )
-            for documents in parts.data.evaluation_sets.values()
-        ]
+        state = self._parts.state
+        scores = scores_of(self._parts, between)
         values = {name: value for score in scores for name, value in score.values().items()}
         path = self._folder / "evaluations" / f"step_{state.step:08d}.parquet"
         with storing(path):
@@ -146,7 +134,7 @@ class Recorder:
         """
         if not self._parts.state.step:
             return False
-        require_finite_weights(self._parts.state)
+        require_finite_weights(self._parts.state, self._parts.team)
         self._layers.flush()  # a run that goes on from here has nothing of it in memory
         self._saver.save(self._parts.state, self.record.spec)
         return True
@@ -209,6 +197,74 @@ class Recorder:
                 self.record.effective.evaluation[name].passed = passed
         with storing(self._folder / RECORD):
             write_record(self.record, self._folder)
+
+
+class Follower:
+    """What a process of several does in the place of a recorder: its part, and no more of it.
+
+    Rank zero records for all.
+    """
+
+    def __init__(self, parts: Components, record: RunRecord, owes_evaluation: bool) -> None:
+        """Begins, or goes on with, what rank zero records."""
+        self._parts, self.record = parts, record
+        self._owes = owes_evaluation
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """As a recorder's."""
+        return self._owes
+
+    def step(self, result: StepResult, logged: bool) -> None:
+        """Nothing."""
+
+    def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
+        """Scores its share of every evaluation set."""
+        scores_of(self._parts, between)
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def checkpoint(self) -> bool:
+        """Checks what rank zero saves."""
+        if not self._parts.state.step:
+            return False
+        require_finite_weights(self._parts.state, self._parts.team)
+        return True
+
+    def settle(self) -> None:
+        """Nothing."""
+
+    def end(self, status: Status, error: str | None = None) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def wait_for_tracker(self, say: Callable[[str], None]) -> None:
+        """Nothing."""
+
+
+def scores_of(parts: Components, between: Callable[[], None]) -> list[SetScore]:
+    """Scores every evaluation set at the present step.
+
+    Raises:
+        TrainingStoppedError: weights are not finite, or not the same in all processes.
+    """
+    spec, state = parts.spec, parts.state
+    require_finite_weights(state, parts.team)
+    return [
+        evaluate(
+            state.model,
+            documents,
+            spec.training.seq_len,
+            loss_settings(spec),
+            between,
+            spec.evaluation.stride,
+            parts.team,
+        )
+        for documents in parts.data.evaluation_sets.values()
+    ]
 
 
 def now() -> str:

@@ -46,6 +46,12 @@ class Beginning:
     record: RunRecord
     row: dict[str, Number | None] | None = None
     nothing_to_do: bool = False
+    checkpoint: Path | None = None  # where the state comes from
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether the present step is to be evaluated before training goes on."""
+        return self.checkpoint is None or bool(self.row)
 
     def journal(self, columns: Sequence[str]) -> Journal:
         """The run's journal, new or gone on with.
@@ -55,6 +61,14 @@ class Beginning:
         """
         path = self.folder / METRICS
         return Journal.reopen(path, columns) if path.exists() else Journal(path, columns)
+
+
+def was_begun_by(launch: str | None, name: str, store: Store) -> bool:
+    """Whether the run of this name was begun, or last gone on with, by this launch of torchrun."""
+    folder = store.path_of(name)
+    if launch is None or not (folder / RECORD).exists():
+        return False
+    return bool(read_record(folder).provenance.get("launch") == launch)
 
 
 def take_up(
@@ -119,7 +133,7 @@ def _go_on(
     logged = _last_logged(folder)
     record.resumes[-1].replayed_to = logged if logged > step else None
     row = _rewound(folder, record, step, last)
-    return Beginning(folder, record, row)
+    return Beginning(folder, record, row, checkpoint=saved.path if saved else None)
 
 
 def _is_at_end(old: RunRecord, saved: Saved, last: int | None) -> bool:
@@ -166,7 +180,7 @@ def _fork(
         store.discard_run(folder)
         raise
     say(f"{new.name} goes on from step {saved.step:,} of {old.name}")
-    return Beginning(folder, record, row)
+    return Beginning(folder, record, row, checkpoint=saved.path)
 
 
 def _source(request: ResumeRequest, name: str, store: Store) -> tuple[Path | None, Path | None]:

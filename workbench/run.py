@@ -37,7 +37,9 @@ from workbench.core.optim import (
     parameter_table,
     table_sha256,
 )
+from workbench.core.parallel import ALONE, Team
 from workbench.core.precision import Precision, choose_precision
+from workbench.core.restore import open_checkpoint, restore
 from workbench.core.schedules import (
     RateTrace,
     is_evaluated,
@@ -54,9 +56,10 @@ from workbench.core.train import (
 )
 from workbench.errors import StoreError
 from workbench.foresee import recorded
+from workbench.launch import launch_id, restarts
 from workbench.progress import Reporter
-from workbench.recorder import Recorder, now
-from workbench.resume import Beginning, ResumeRequest, take_up
+from workbench.recorder import Follower, Recorder, now
+from workbench.resume import Beginning, ResumeRequest, take_up, was_begun_by
 from workbench.room import require_room
 from workbench.signals import InterruptedRunError, StopRequests
 from workbench.spec.held_out import set_words
@@ -88,14 +91,16 @@ class Components:
     effective: Effective
     device: torch.device
     precision: Precision
+    team: Team = ALONE
 
 
-def build(spec: RunSpec, store: Store) -> Components:
-    """Loads the data and builds model and optimizer as the spec asks.
+def build(spec: RunSpec, store: Store, team: Team = ALONE) -> Components:
+    """Loads the data and builds model and optimizer as the spec asks, in each process of the team.
 
     Raises:
         UserError: the data, the device or the precision cannot be had.
     """
+    spec = spec.on(team.size)
     device = choose_device(spec.training.device)
     precision = choose_precision(spec.training.precision, device)
     if spec.training.compile:
@@ -139,7 +144,7 @@ def build(spec: RunSpec, store: Store) -> Components:
                 "dispatch": model.dispatch,
                 "attention": model.attention_path,
                 "compiled": spec.training.compile_mode is not None,
-                "parallel": "one process",
+                "parallel": team.mode,
             },
             "budget": {"finished": False, "ramp_tokens": ramp_tokens(spec)},
             "code": code_facts().model_dump(),
@@ -153,7 +158,9 @@ def build(spec: RunSpec, store: Store) -> Components:
         trace=RateTrace(),
         watch=ExpertWatch(model),
     )
-    return Components(spec, data, state, forward, loss, steps, table, effective, device, precision)
+    return Components(
+        spec, data, state, forward, loss, steps, table, effective, device, precision, team
+    )
 
 
 def run(
@@ -163,41 +170,51 @@ def run(
     quiet: bool = False,
     ended: Callable[[RunOutcome], None] = lambda outcome: None,
     resume: ResumeRequest | None = None,
+    team: Team = ALONE,
 ) -> RunOutcome:
     """Trains one run to its end and records it, whatever the end is.
 
     `ended` is called when the end is recorded, before the wait for the tracker. With `resume` an
-    earlier run goes on, or a new one goes on from its checkpoint.
+    earlier run goes on, or a new one goes on from its checkpoint. Of several processes rank zero
+    alone writes and says anything.
 
     Raises:
         UserError: before training, with nothing written; or a TrainingStoppedError or StoreError
             after it began, with the run recorded as FAILED (KILLED, where it was being stopped).
         RefusedError: the run may not go on, since something that decides its numbers has changed.
+        PeerError: another process has ended, with the run recorded as FAILED where rank zero has
+            not.
     """
-    parts = build(spec, store)
-    reporter = Reporter(parts.steps, quiet)
-    require_room(spec, parts.data.tokenizer.vocab_size, parts.steps, store, reporter.say)
+    try:
+        with team.failing():
+            return _run(spec, store, command, quiet, ended, resume, team)
+    finally:
+        team.leave()
+
+
+def _run(
+    spec: RunSpec,
+    store: Store,
+    command: list[str],
+    quiet: bool,
+    ended: Callable[[RunOutcome], None],
+    resume: ResumeRequest | None,
+    team: Team,
+) -> RunOutcome:
+    parts = team.in_turn(lambda: build(spec, store, team))
+    reporter = Reporter(parts.steps, quiet or not team.is_first)
+    vocab_size = parts.data.tokenizer.vocab_size
+    team.first(lambda: require_room(parts.spec, vocab_size, parts.steps, store, reporter.say))
     with StopRequests() as stop:
-        beginning = _begin(parts, store, command, resume, reporter.say)
-        if beginning.nothing_to_do:
-            outcome = RunOutcome(beginning.record, beginning.folder, 0)
-            release_run(beginning.folder)
-            ended(outcome)
-            return outcome
+        beginning = team.first(lambda: _begin(parts, store, command, resume, reporter.say))
         folder = beginning.folder
-        try:
-            write_source_diff(folder)
-            recorder = Recorder(
-                parts,
-                folder,
-                beginning.record,
-                beginning.journal(columns(list(parts.data.evaluation_sets))),
-                tracker_for(spec, store),
-                beginning.row,
-            )
-        except BaseException:
-            store.discard_run(folder)
-            raise
+        if beginning.nothing_to_do:
+            outcome = RunOutcome(beginning.record, folder, 0)
+            if team.is_first:
+                release_run(folder)
+                ended(outcome)
+            return outcome
+        recorder = team.agreed(lambda: _recorder(parts, store, beginning))
         for name, facts in recorder.record.effective.evaluation.items():
             reporter.say(set_words(name, facts.status, facts.overlap, facts.documents))
         try:
@@ -206,11 +223,13 @@ def run(
             outcome = RunOutcome(recorder.record, folder, exit_code)
             stop.restore()
             recorder.close()
-            ended(outcome)
+            if team.is_first:
+                ended(outcome)
         finally:
             # The end is recorded: from here on a signal may cut the wait for the tracker short.
             stop.restore()
             recorder.close()
+            team.leave()
             recorder.wait_for_tracker(reporter.say)
     return outcome
 
@@ -224,11 +243,35 @@ def _begin(
 ) -> Beginning:
     """Claims the folder of a new run, or takes up an earlier one where its checkpoint was saved."""
     record = new_record(parts, command)
+    if restarts() and was_begun_by(launch_id(), parts.spec.name, store):
+        say(f"started again by torchrun ({restarts()})")
+        request = ResumeRequest()
     if request is not None:
         found = take_up(request, record, parts.spec, parts.state, parts.steps, store, say)
         if found is not None:
             return found
     return Beginning(store.create_run(parts.spec.name), record)
+
+
+def _recorder(parts: Components, store: Store, beginning: Beginning) -> Recorder | Follower:
+    """Who records the run, or, in a process other than rank zero, takes the part of that."""
+    if not parts.team.is_first:
+        if beginning.checkpoint is not None:
+            restore(parts.state, open_checkpoint(beginning.checkpoint), parts.spec)
+        return Follower(parts, beginning.record, beginning.owes_evaluation)
+    try:
+        write_source_diff(beginning.folder)
+        return Recorder(
+            parts,
+            beginning.folder,
+            beginning.record,
+            beginning.journal(columns(list(parts.data.evaluation_sets))),
+            tracker_for(parts.spec, store),
+            beginning.row,
+        )
+    except BaseException:
+        store.discard_run(beginning.folder)
+        raise
 
 
 def replay(parts: Components, record: RunRecord, folder: Path) -> dict[int, str]:
@@ -257,13 +300,14 @@ def new_record(parts: Components, command: list[str]) -> RunRecord:
         spec=recorded(spec),
         spec_sha256=spec_hash(spec),
         effective=parts.effective,
-        provenance=provenance(command),
+        provenance=provenance(command) | {"launch": launch_id()},
         git_commit=parts.effective.code.git_commit,
         params=parts.effective.parameters.total,
+        world_size=parts.team.size,
         parameter_table=[asdict(row) for row in parts.table],
         tokens_per_step=spec.tokens_per_step,
         total_tokens=planned and spec.tokens_per_step * planned,
-        backend={"backend": device_kind(parts.device), "distributed": None},
+        backend={"backend": device_kind(parts.device), "distributed": parts.team.backend},
         model_config_={
             **spec.model.model_dump(mode="json"),
             "vocab_size": parts.data.tokenizer.vocab_size,
@@ -272,14 +316,15 @@ def new_record(parts: Components, command: list[str]) -> RunRecord:
 
 
 def _train_and_record(
-    parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests
+    parts: Components, recorder: Recorder | Follower, reporter: Reporter, stop: StopRequests
 ) -> int:
     """Trains to whatever end comes and records which it was; returns the exit code."""
     stopped: InterruptedRunError | None = None
     saved = False
     try:
         try:
-            _train(parts, recorder, reporter, stop)
+            with parts.team.failing():
+                _train(parts, recorder, reporter, stop)
         except InterruptedRunError as request:
             stopped = request
             reporter.say(f"{stopped} at step {parts.state.step}: saving")
@@ -307,15 +352,17 @@ def _train_and_record(
     return 128 + stopped.number
 
 
-def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: StopRequests) -> None:
+def _train(
+    parts: Components, recorder: Recorder | Follower, reporter: Reporter, stop: StopRequests
+) -> None:
     """The run itself: evaluate, then update, log, evaluate and save, to the last step."""
-    spec = parts.spec
+    spec, team = parts.spec, parts.team
     saved = time.monotonic()
     parts.state.stream.interrupt_by(stop.check)
 
     if recorder.owes_evaluation:
         recorder.evaluation(stop.check, reporter)
-    for result in train(spec, parts.state, parts.forward, parts.loss):
+    for result in train(spec, parts.state, parts.forward, parts.loss, team=team):
         step = result.step
         last = result.is_last
         end = step if last else None
@@ -327,11 +374,16 @@ def _train(parts: Components, recorder: Recorder, reporter: Reporter, stop: Stop
         recorder.flush()
         saving = spec.checkpoint
         due = saving.save_minutes > 0 and time.monotonic() - saved > saving.save_minutes * 60
-        if last or due or (saving.save_steps > 0 and step % saving.save_steps == 0):
+        if (
+            last
+            or any(team.highest(due))
+            or (saving.save_steps > 0 and step % saving.save_steps == 0)
+        ):
             recorder.checkpoint()
             saved = time.monotonic()
-        if not last:
-            stop.check()
+        (asked,) = team.highest(stop.number or 0)
+        if asked and not last:
+            raise InterruptedRunError(asked)
     if unused := parts.state.watch.unused:
         reporter.say(f"warning: unused experts, no token reached them: {', '.join(unused)}")
 

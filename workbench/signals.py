@@ -15,6 +15,10 @@ class InterruptedRunError(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+        self.exit_code = 128 + number
+
+    def __reduce__(self) -> tuple[type[InterruptedRunError], tuple[int]]:
+        return type(self), (self.number,)  # so that it comes whole from another process
 
 
 class StopRequests:

@@ -429,7 +429,7 @@ def timed_run(
     monkeypatch.setattr(
         runner,
         "train",
-        lambda spec, state, forward, loss: train(spec, state, forward, loss, clock=clock),
+        lambda *given, **options: train(*given, clock=clock, **options),
     )
     spec = tiny_spec(
         tmp_path,

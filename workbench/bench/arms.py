@@ -254,7 +254,7 @@ def _shapes(spec: RunSpec, squares: list[int]) -> Iterator[Shape]:
     """Products (rows, inner, columns) to try: squares, then those of the model's own matrices."""
     yield from ((side, side, side) for side in squares)
     model, training = spec.model, spec.training
-    tokens, hidden = training.batch_size * training.seq_len, model.hidden_size
+    tokens, hidden = spec.micro_batch_size * training.seq_len, model.hidden_size
     widths = {
         hidden,
         model.num_attention_heads * model.head_dim,

@@ -206,7 +206,7 @@ def _measured(arm: Turns, rates: _Rates) -> dict[str, Any]:
         "matmul_tflops": matmul,
         "seconds": arm.part_seconds(),
         "settings": {
-            "batch_size": training.batch_size,
+            "batch_size": arm.spec.micro_batch_size,
             "seq_len": training.seq_len,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "precision": arm.facts["precision"],

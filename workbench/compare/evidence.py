@@ -67,14 +67,13 @@ def _contradictions(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:
 
 def _said_twice(record: RunRecord, spec: RunSpec) -> Iterator[tuple[str, Any, Any, str]]:
     """Place, value there, the value that it must have, and where that comes from."""
-    ran, training, world = record.effective, spec.training, record.world_size
-    assert world is not None, "only an imported run has none, and is checked elsewhere"
-    per_step = spec.tokens_per_step * world
+    ran, training = record.effective, spec.training
+    per_step = spec.tokens_per_step
     yield "tokens_per_step", record.tokens_per_step, per_step, "the batch settings of the spec"
     if training.steps:
         total = per_step * training.steps
         yield "total_tokens", record.total_tokens, total, "training.steps of the spec"
-    updates = spec.sequences_per_update * world
+    updates = spec.sequences_per_update
     place = "effective.optimizer.sequences_per_update"
     yield place, ran.optimizer.sequences_per_update, updates, "the batch settings of the spec"
     place = "effective.optimizer.warmup_steps"

@@ -92,6 +92,7 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     facts = dict(_spec_facts(record.spec))
     for leaf in _unresolved(record):
         del facts[leaf]
+    facts |= _micro_batch(facts, record.world_size)
     for part, values in record.effective.model_dump(mode="json").items():
         named = values if part == "evaluation" else {"": values}
         for name, leaves in named.items():
@@ -119,6 +120,7 @@ def facts_of_spec(spec: RunSpec, foreseen: Foreseen, at: int | None) -> dict[str
         UserError: `foreseen` names a leaf that has no rule.
     """
     facts = dict(_spec_facts(spec.model_dump(mode="json")))
+    facts["training.batch_size"] = spec.micro_batch_size
     if (ends := _decay_tokens(facts, spec.total_tokens)) is not None:
         facts["effective.budget.decay_tokens"] = ends
     facts |= foreseen.facts
@@ -267,6 +269,17 @@ def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{leaf}", item) for leaf, item in value.items())
         else:
             yield section, value
+
+
+def _micro_batch(facts: Facts, processes: int) -> dict[str, int]:
+    """What the batch of one process came to, where that of all was asked for."""
+    whole, parts = (
+        facts.get(f"training.{name}")
+        for name in ("global_batch_size", "gradient_accumulation_steps")
+    )
+    if not (isinstance(whole, int) and isinstance(parts, int) and parts * processes > 0):
+        return {}
+    return {"training.batch_size": whole // (parts * processes)}
 
 
 def _refused_sets(evaluated: Mapping[str, SetFacts], facts: Facts) -> dict[str, Any]:

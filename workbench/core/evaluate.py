@@ -15,6 +15,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from workbench.core.data import atomic
 from workbench.core.data.evaluation_sets import IGNORED, EvaluationSet, scoring_batches
 from workbench.core.losses import LossSettings, linear_nll
 from workbench.core.model import Transformer
+from workbench.core.parallel import ALONE, Team
 from workbench.errors import storing
 
 Float64 = npt.NDArray[np.float64]
@@ -93,8 +95,12 @@ def evaluate(
     settings: LossSettings,
     between: Callable[[], None] = lambda: None,
     stride: int | None = None,
+    team: Team = ALONE,
 ) -> SetScore:
     """Scores every document of a set, each token once, in windows of `seq_len` tokens.
+
+    The processes of a team share the batches, which are those of one process, and each returns the
+    scores of all.
 
     A window scores its last `stride` tokens, the first of a document all of them (None: windows do
     not overlap); see `evaluation_sets`. `between` is called between batches and may raise to give
@@ -102,11 +108,13 @@ def evaluate(
     """
     device = model.head_weight.device
     count = len(documents.documents)
-    windows: list[list[float]] = [[] for _ in range(count)]
+    own: list[tuple[int, float]] = []  # of each window: its document, and the sum
     tokens = np.zeros(count, np.int64)
     batch_size = max(1, TOKENS_AT_ONCE // seq_len)
-    with torch.no_grad():
-        for batch in scoring_batches(documents, seq_len, batch_size, stride):
+
+    def score() -> None:
+        batches = scoring_batches(documents, seq_len, batch_size, stride)
+        for batch in team.share(batches):
             between()
             hidden = model(torch.from_numpy(batch.inputs).to(device))
             nll = linear_nll(
@@ -119,8 +127,15 @@ def evaluate(
             rows = nll.view(batch.targets.shape).cpu().double().numpy()
             scored = batch.targets != IGNORED
             for document, row, kept in zip(batch.documents, rows, scored, strict=True):
-                windows[document].append(math.fsum(row[kept]))
+                own.append((int(document), math.fsum(row[kept])))
             np.add.at(tokens, batch.documents, scored.sum(axis=1))
+
+    with torch.no_grad():
+        team.agreed(score)
+    windows: list[list[float]] = [[] for _ in range(count)]
+    for document, value in chain.from_iterable(team.gathered(own)):
+        windows[document].append(value)
+    tokens = team.total(tokens)
     sums = np.array([math.fsum(parts) for parts in windows], np.float64)
     hashes = [row.tobytes().hex() for row in documents.content_sha256]
     return SetScore(documents.name, hashes, sums, tokens, documents.byte_counts, documents.clean)

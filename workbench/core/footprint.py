@@ -105,7 +105,7 @@ def footprint(spec: RunSpec, vocab_size: int, matmul: Matmul) -> Footprint:
     parameters = list(model_parameters(spec.model, vocab_size))
     total = FLOAT * sum(one.size for one in parameters)
     rotary = 2 * FLOAT * spec.model.max_position_embeddings * (spec.model.head_dim // 2)
-    tokens = training.batch_size * training.seq_len
+    tokens = spec.micro_batch_size * training.seq_len
     model = _Activations(spec.model, tokens, matmul)
     heap = _Activations(spec.model, tokens, matmul, below=MAPPED_BYTES)
     in_holes = sum(FLOAT * one.size for one in parameters if one.kind != "vocabulary")
@@ -183,7 +183,7 @@ def loss_bytes(spec: RunSpec, vocab_size: int, matmul: Matmul) -> int:
     from one pass to the next, and once more as they turn into shares of the softmax.
     """
     training, hidden = spec.training, spec.model.hidden_size
-    tokens = training.batch_size * training.seq_len
+    tokens = spec.micro_batch_size * training.seq_len
     tile = min(training.loss_chunk_tokens or TILE_TOKENS, TILE_TOKENS, tokens)
     block = min(training.loss_block_vocab, vocab_size)
     scratch = FLOAT * tile * block

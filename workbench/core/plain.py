@@ -214,7 +214,7 @@ class PlainStep:
         forward: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model, self.forward = model, forward or model
-        self.training = spec.training
+        self.training, self.micro_batch_size = spec.training, spec.micro_batch_size
         self.balance_weight = spec.model.router_aux_loss_weight or 0.0
         self.low = torch.bfloat16 if spec.training.precision == "bf16" else None
         beta1, beta2 = spec.optimizer.betas
@@ -247,7 +247,7 @@ class PlainStep:
         """windows [N, S + 1] -> the mean of `loss` before the update."""
         accumulation = self.training.gradient_accumulation_steps
         total = 0.0
-        for batch in torch.split(windows, self.training.batch_size):
+        for batch in torch.split(windows, self.micro_batch_size):
             loss = self.loss(batch) / accumulation
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()

@@ -28,6 +28,7 @@ from workbench.core.moe import (
     SwiGLU,
     TokenRouted,
 )
+from workbench.core.parallel import ALONE, Team
 from workbench.errors import TrainingStoppedError
 
 Int64 = npt.NDArray[np.int64]
@@ -37,6 +38,8 @@ STRIKES = 5
 
 # Columns of the replaced runner hold so many experts; those beyond stand in the table by layer.
 EXPERT_COLUMNS = 4
+
+PATHS = ("shared", "routed")
 
 Row = dict[str, Any]
 
@@ -66,8 +69,8 @@ class ExpertReport:
 class RouteCounter:
     """Counts the routes of updates."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._layers = model.routed_layers
+    def __init__(self, model: Transformer, team: Team = ALONE) -> None:
+        self._layers, self._team = model.routed_layers, team
         self._tables = [
             layer.topk_token_to_expert.cpu().numpy()
             for layer in self._layers
@@ -75,14 +78,15 @@ class RouteCounter:
         ]
 
     def count(self, ids: Int64, extras: Sequence[list[Extras]]) -> Routes:
-        """The routes of the inputs `ids` [N, S]; `extras` are those of the update's micro-batches,
-        each a list over layers."""
+        """The routes of the update's inputs `ids` [N, S], those of all processes; `extras` are
+        those of this one's micro-batches, each a list over layers."""
         if not self._layers:
             none = np.zeros((0, 0), np.int64)
             return Routes(none, none)
         gates = [not layer.has_gates or bool(layer.gates()[1] != 0) for layer in self._layers]
         if not self._tables:
-            hits, live = (_summed(extras, name) for name in ("route_hits", "route_live"))
+            own = [_summed(extras, name) for name in ("route_hits", "route_live")]
+            hits, live = self._team.total(np.stack(own))
             return Routes(hits, live * np.array(gates)[:, None])
         flat, experts = ids.ravel(), self._layers[0].experts
         hits = np.zeros((len(self._tables), experts), np.int64)
@@ -149,9 +153,14 @@ class ExpertWatch:
 
 
 def report(
-    model: Transformer, routes: Routes, extras: Sequence[list[Extras]], tokens: int
+    model: Transformer,
+    routes: Routes,
+    extras: Sequence[list[Extras]],
+    tokens: int,
+    team: Team = ALONE,
 ) -> ExpertReport:
-    """The telemetry of an update of `tokens` tokens, its gradients in place and not yet clipped.
+    """The telemetry of an update of `tokens` tokens, its gradients in place and not yet clipped;
+    `extras` are those of this process's micro-batches, all else is of all processes.
 
     RMS are those of what each path adds to the residual stream, route weights and gates included,
     over all tokens and channels. Norms are L2. Totals are over all layers: shares and the entropy
@@ -165,10 +174,12 @@ def report(
 
     width = tokens * model.spec.hidden_size
     squares = _squared_norms(model.feed_forwards)
+    added = team.total(
+        np.array([[_added(extras, i, p) for p in PATHS] for i in range(len(squares))])
+    )
     for index, mlp in enumerate(model.feed_forwards):
-        for path in ("shared", "routed"):
+        for path, total in zip(PATHS, added[index].tolist(), strict=True):
             if f"{path}_square" in extras[0][index]:
-                total = sum(float(micro[index][f"{path}_square"]) for micro in extras)
                 note(index, f"{path}_rms", math.sqrt(total / width))
         norms = squares[index]
         if "shared" in norms:
@@ -177,7 +188,7 @@ def report(
             continue
         note(index, "routed_grad_norm", math.sqrt(sum(norms["experts"])))
         if mlp.has_gates:
-            for path, gate in zip(("shared", "routed"), mlp.gates(), strict=True):
+            for path, gate in zip(PATHS, mlp.gates(), strict=True):
                 note(index, f"{path}_gate", float(gate.detach()))
         hits = routes.hits[index]
         note(index, "route_entropy", entropy(hits))
@@ -187,6 +198,12 @@ def report(
             note(index, "route_share", count / int(hits.sum()), expert)
             note(index, "expert_grad_norm", math.sqrt(norms["experts"][expert]), expert)
     return ExpertReport(_totals(rows, routes), rows)
+
+
+def _added(extras: Sequence[list[Extras]], layer: int, path: str) -> float:
+    """Summed squares of what a path of a layer has added in all micro-batches; 0 without one."""
+    name = f"{path}_square"
+    return sum((float(micro[layer][name]) for micro in extras if name in micro[layer]), 0.0)
 
 
 def entropy(counts: Int64) -> float:
@@ -209,7 +226,7 @@ def _totals(rows: list[Row], routes: Routes) -> dict[str, float]:
         return [row["value"] for row in found]
 
     totals: dict[str, float] = {}
-    for path in ("shared", "routed"):
+    for path in PATHS:
         if values := of(f"{path}_rms"):
             totals[f"{path}_rms"] = math.sqrt(sum(v * v for v in values) / len(values))
         if values := of(f"{path}_gate"):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from workbench.core.model import TrainingForward, Transformer
 from workbench.core.moe import Extras, RoutedFeedForward
+from workbench.core.parallel import ALONE, Team
 from workbench.spec.run import RunSpec
 
 
@@ -30,7 +31,7 @@ class Term:
 
 
 def route_fractions(
-    spec: RunSpec, forward: TrainingForward, micro_batches: list[Tensor]
+    spec: RunSpec, forward: TrainingForward, micro_batches: list[Tensor], team: Team = ALONE
 ) -> Tensor | None:
     """The part of the update's routes that reaches each expert, [L, E] float32, before any
     backward pass; None where one forward pass tells it, or nobody asks.
@@ -43,14 +44,16 @@ def route_fractions(
         return None
     with torch.no_grad():
         hits = [route_hits(forward(batch[:, :-1]).extras) for batch in micro_batches]
-    return normalised(torch.stack(hits).sum(0))
+    return normalised(team.summed(torch.stack(hits).sum(0)))
 
 
-def balance_of(extras: list[Extras], fractions: Tensor | None, tokens: int) -> Tensor:
+def balance_of(
+    extras: list[Extras], fractions: Tensor | None, tokens: int, team: Team = ALONE
+) -> Tensor:
     """This micro-batch's part of the balance loss of an update of `tokens` tokens; a scalar."""
     probability = torch.stack([one["route_probability"] for one in extras])
     if fractions is None:
-        fractions = normalised(route_hits(extras))
+        fractions = normalised(team.summed(route_hits(extras)))
     return balance_terms(probability, fractions, tokens)
 
 

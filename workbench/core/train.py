@@ -1,6 +1,7 @@
 """The training loop: one update after another, each yielded with what it measured.
 
-T tokens of a micro-batch (batch x sequence), H hidden, V vocabulary.
+N sequences of an update over all processes, S sequence length, T tokens of a micro-batch (batch x
+sequence) of one process, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from workbench.core.data.batches import TokenDigest, TrainStream
 from workbench.core.losses import LossSettings, LossSums, linear_cross_entropy
 from workbench.core.model import TrainingForward, Transformer, training_forward
 from workbench.core.optim import rates, set_learning_rates
+from workbench.core.parallel import ALONE, Team
 from workbench.core.precision import Precision
 from workbench.core.schedules import (
     RateTrace,
@@ -90,11 +92,13 @@ def train(
     forward: TrainingForward | None = None,
     loss: Loss = linear_cross_entropy,
     clock: Callable[[], float] = time.perf_counter,
+    team: Team = ALONE,
 ) -> Iterator[StepResult]:
     """Trains from `state.step` to the last step, yielding after each update.
 
     What the caller does between two results (evaluate, save, log) is outside the clock. `forward`
     is the callable to train through, the model's own unless it was compiled; `loss` the backend.
+    All processes of the `team` yield the same results, but for the seconds.
 
     Raises:
         TrainingStoppedError: a loss or a gradient is not finite, or an expert gets tokens and no
@@ -102,14 +106,14 @@ def train(
     """
     training = spec.training
     model, optimizers = state.model, state.optimizers
-    forward = forward or training_forward(model, None)
+    forward = team.through(model, forward or training_forward(model, None))
     device = model.head_weight.device
     settings = loss_settings(spec)
-    workspace = Workspace(direct=True)
+    workspace = Workspace(direct=not team.reduces)
     tied = model.lm_head is None
-    model.embed_tokens.sparse_gradient = tied and device.type == "cpu"
+    model.embed_tokens.sparse_gradient = tied and workspace.direct and device.type == "cpu"
     model.observe(spec.telemetry.moe)
-    counter = RouteCounter(model)
+    counter = RouteCounter(model, team)
     steps = last_step(spec, state.stream)
     ended = is_last(spec, state.stream, state.step, steps)
 
@@ -125,35 +129,38 @@ def train(
         scored = windows.shape[0] * training.seq_len
         micro_batches = [
             torch.from_numpy(micro).to(device)
-            for micro in np.split(windows, training.gradient_accumulation_steps)
+            for micro in np.split(team.rows(windows), training.gradient_accumulation_steps)
         ]
-        fractions = route_fractions(spec, forward, micro_batches)
+        fractions = route_fractions(spec, forward, micro_batches, team)
 
-        # Every micro-batch weighs as many tokens as it has: sums, divided by the whole update's.
-        sums, balance = np.zeros(4), 0.0
+        # Every micro-batch weighs as many tokens as it has: sums, divided by the whole update's,
+        # over all processes.
+        sums, balance = np.zeros(4), np.zeros(1)
         extras = []
-        for batch in micro_batches:
-            hidden, found = forward(batch[:, :-1])
-            extras.append(found)
-            parts = loss(
-                hidden.flatten(0, 1),
-                model.head_weight,
-                batch[:, 1:].flatten(),
-                settings,
-                model.precision,
-                workspace,
-            )
-            objective = parts.objective / scored
-            if spec.model.router_aux_loss_weight:
-                term = balance_of(found, fractions, scored)
-                objective = objective + spec.model.router_aux_loss_weight * term
-                balance += float(term.detach())
-            objective.backward()
+        for number, batch in enumerate(micro_batches, 1):
+            with team.accumulating(last=number == len(micro_batches)):
+                hidden, found = forward(batch[:, :-1])
+                extras.append(found)
+                parts = loss(
+                    hidden.flatten(0, 1),
+                    model.head_weight,
+                    batch[:, 1:].flatten(),
+                    settings,
+                    model.precision,
+                    workspace,
+                )
+                objective = parts.objective / scored
+                if spec.model.router_aux_loss_weight:
+                    term = balance_of(found, fractions, scored, team)
+                    objective = objective + spec.model.router_aux_loss_weight * term
+                    balance += float(term.detach())
+                objective.backward()
             each = (parts.nll, parts.objective.detach(), parts.smoothing, parts.z)
             sums += [float(part) for part in each]
-        nll, total, smoothing, z_loss = (float(part) for part in sums / scored)
+        *sums, balance = team.total(np.r_[sums, balance])
+        nll, total, smoothing, z_loss = (float(part) / scored for part in sums)
         terms = [
-            balance_term(spec, balance),
+            balance_term(spec, float(balance)),
             diversity_term(model, values.diversity_lambda),
         ]
         total += sum(term.contribution for term in terms if term)
@@ -161,7 +168,7 @@ def train(
         routes = counter.count(windows[:, :-1], extras)
         experts = None
         if spec.telemetry.moe and is_logged(spec, step, step if ended else None):
-            experts = report(model, routes, extras, scored)
+            experts = report(model, routes, extras, scored, team)
         norm = clip_gradients(model, training.max_grad_norm)
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise not_finite(model, step, total, norm)
@@ -236,16 +243,21 @@ def not_finite(model: nn.Module, step: int, objective: float, norm: float) -> Tr
     )
 
 
-def require_finite_weights(state: TrainState) -> None:
+def require_finite_weights(state: TrainState, team: Team = ALONE) -> None:
     """Checks what an update has made of the weights, before they are scored or saved.
 
     Raises:
-        TrainingStoppedError: a weight is not finite; loss and gradients before it were.
+        TrainingStoppedError: a weight is not finite; loss and gradients before it were. Or the
+            processes of the team have come apart, in weights or in the order of their data.
     """
+    sums = []
     for name, parameter in state.model.named_parameters():
-        if not bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64))):
+        added = float(parameter.detach().sum(dtype=torch.float64))
+        if not math.isfinite(added):
             message = f"the update left weights that are not finite, first in {name}"
             raise TrainingStoppedError.at(f"step {state.step}", message)
+        sums.append(added)
+    team.require_same("the state", (state.step, state.digest.hexdigest(), sums))
 
 
 def synchronize(device: torch.device) -> None:

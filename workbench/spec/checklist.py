@@ -124,6 +124,8 @@ ON_RESUME: dict[str, Effect] = {
 }
 # Stricter than their rule: another kind of device computes by other means altogether.
 REFUSED_ON_RESUME = ("effective.hardware.device_type",)
+# Milder: another number of processes gives the same updates, or else batches that differ, too.
+FLAGGED_ON_RESUME = ("effective.execution.parallel",)
 
 
 def _judged(
@@ -142,7 +144,11 @@ def _requested(rule: str, *becomes: str) -> Tag:
 
 _TOKENIZER = "effective.tokenizer.*"
 _TEXT = ("effective.data.train_sha256", "effective.data.split")
-_LAYOUT = ("training.batch_size", "training.gradient_accumulation_steps")
+_LAYOUT = (
+    "training.batch_size",
+    "training.global_batch_size",
+    "training.gradient_accumulation_steps",
+)
 _UPDATE = "effective.optimizer.sequences_per_update"
 _DEVICE = ("effective.hardware.device_type", "effective.hardware.device_name")
 _SET_TEXT = "effective.evaluation.<set>.sha256"
@@ -247,6 +253,8 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ),
     ("training.stop_at_step", _requested("budget", "effective.budget.tokens")),
     ("training.batch_size", _judged("execution")),
+    ("training.parallel", _requested("execution", "effective.execution.parallel")),
+    ("training.global_batch_size", _requested("optimizer", _UPDATE, "training.batch_size")),
     ("training.gradient_accumulation_steps", _judged("execution")),
     ("training.seq_len", _judged("optimizer")),
     ("training.precision", _requested("precision", "effective.precision.*")),

@@ -159,6 +159,14 @@ def _training_faults(spec: RunSpec) -> list[Fault]:
         message = f"longer than model.max_position_embeddings {spec.model.max_position_embeddings}"
         allowed = f"1 to {spec.model.max_position_embeddings}"
         faults.append(Fault("training.seq_len", message, training.seq_len, allowed))
+    whole, parts = training.global_batch_size, training.gradient_accumulation_steps
+    if whole is not None and training.batch_size is not None:
+        message = "training.global_batch_size says it already, over all processes"
+        faults.append(Fault("training.batch_size", message, training.batch_size, UNSET))
+    if whole is not None and whole % parts:
+        message = f"the {parts} micro-batches of training.gradient_accumulation_steps do not divide"
+        allowed = f"a multiple of {parts}"
+        faults.append(Fault("training.global_batch_size", f"{message} it", whole, allowed))
     if training.compile_mode is not None and not training.compile:
         place = "training.compile_mode"
         value = training.compile_mode

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from workbench.errors import UserError
 from workbench.spec.consistency import contradictions
@@ -167,14 +167,19 @@ class DataSpec(Section):
 class TrainingSpec(Section):
     """One step: its batch, precision and loss; and how many of them (0: one pass of the data).
 
-    `stop_at_step` ends the run early; schedules and ramps go on to `steps` all the same.
+    `batch_size` counts the sequences that one process takes at once. `global_batch_size`, the
+    sequences of an update over all processes and micro-batches, may be given in its place: then it
+    is None: it depends on their numbers. `parallel` is how several processes train
+    one model. `stop_at_step` ends the run early; schedules go on to `steps` all the same.
     """
 
     steps: Count = 250
     stop_at_step: Positive | None = None
-    batch_size: Positive = 4
+    batch_size: Positive | None = 4
+    global_batch_size: Positive | None = None
     seq_len: Positive = 1024
     gradient_accumulation_steps: Positive = 1
+    parallel: Literal["ddp"] = "ddp"
     precision: Literal["bf16", "fp32"] = "fp32"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     grad_ckpt: bool = False
@@ -191,8 +196,13 @@ class TrainingSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("compile") is True:
-            return {"compile_mode": "default"} | {k: v for k, v in given.items() if v is not None}
+        if not isinstance(given, dict):
+            return given
+        given = {key: value for key, value in given.items() if value is not None}
+        if given.get("compile") is True:
+            given = {"compile_mode": "default"} | given
+        if "global_batch_size" in given:
+            given = {"batch_size": None} | given
         return given
 
 
@@ -291,6 +301,7 @@ class RunSpec(Section):
     telemetry: TelemetrySpec = TelemetrySpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
+    _processes: int = PrivateAttr(default=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -315,10 +326,35 @@ class RunSpec(Section):
             raise UserError(*faults)
         return self
 
+    def on(self, processes: int) -> RunSpec:
+        """The same spec, its derived values those of a run on so many processes.
+
+        Raises:
+            UserError: they and the micro-batches do not divide the global batch.
+        """
+        whole, parts = self.training.global_batch_size, self.training.gradient_accumulation_steps
+        if whole is not None and whole % (parts * processes):
+            message = f"{processes} processes with {parts} micro-batches each do not divide it"
+            allowed = f"a multiple of {parts * processes}, or other numbers of the two"
+            raise UserError.at("training.global_batch_size", message, whole, allowed)
+        other = self.model_copy()
+        other._processes = processes
+        return other
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one forward and backward pass on one process."""
+        given, whole = self.training.batch_size, self.training.global_batch_size
+        if given is not None:
+            return given
+        assert whole is not None
+        return whole // (self.training.gradient_accumulation_steps * self._processes)
+
     @property
     def sequences_per_update(self) -> int:
-        """Sequences whose gradients make one optimizer step."""
-        return self.training.batch_size * self.training.gradient_accumulation_steps
+        """Sequences whose gradients make one optimizer step, over all processes."""
+        accumulation = self.training.gradient_accumulation_steps
+        return self.micro_batch_size * accumulation * self._processes
 
     @property
     def tokens_per_step(self) -> int:

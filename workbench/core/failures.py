@@ -1,0 +1,94 @@
+"""How one of several processes ends and the others learn of it: its rank and its cause, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import time
+from typing import Any
+
+from workbench.errors import Fault, UserError
+
+# How long the survivors of a process that says nothing more wait for one another.
+ROLL_CALL_SECONDS = 3.0
+
+_CAUSE = "cause"
+
+
+class PeerError(UserError):
+    """Another process of the run has ended: this one cannot go on without it."""
+
+    exit_code = 74
+    agreed = True
+
+    def __init__(self, *faults: Fault, exit_code: int = 74) -> None:
+        super().__init__(*faults)
+        self.exit_code = exit_code
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error is that of a connection between the processes."""
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistError):
+        return True
+    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def portable(error: Exception) -> Exception:
+    """The error as another process can take it: itself, or its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class RollCall:
+    """Tells why a process ends, and finds out who did, through the store that all met at."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def post(self, error: BaseException) -> None:
+        """Leaves word of what ends this process; the first of several words stays."""
+        is_known = isinstance(error, UserError)
+        cause = {
+            "rank": self._rank,
+            "cause": str(error) if is_known else f"{type(error).__name__}: {error}",
+            "exit_code": getattr(error, "exit_code", 70),
+        }
+        # Without the store the others only see that the connection is gone.
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_CAUSE, "", json.dumps(cause))
+
+    def explain(self, error: BaseException) -> PeerError:
+        """What has ended which process, as far as anybody knows."""
+        try:
+            return self._explained()
+        except RuntimeError:  # the store was at rank zero, or at a machine that is lost
+            place = "rank 0" if self._rank else "the other processes"
+            return PeerError(Fault(place, f"the connection to it is lost: {error}"))
+
+    def _explained(self) -> PeerError:
+        self._store.set(f"alive/{self._rank}", "yes")
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        while True:
+            if self._store.check([_CAUSE]):
+                found = json.loads(self._store.get(_CAUSE))
+                fault = Fault(f"rank {found['rank']}", f"has ended: {found['cause']}")
+                return PeerError(fault, exit_code=found["exit_code"])
+            silent = [
+                rank for rank in range(self._size) if not self._store.check([f"alive/{rank}"])
+            ]
+            if not silent or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if not silent:
+            fault = Fault("the processes", "a connection between them broke, and all are there")
+            return PeerError(fault)
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        message = "has ended without a word: killed, out of memory, or its machine is lost"
+        return PeerError(Fault(names, message))

@@ -1,0 +1,320 @@
+"""What several processes do together when they train one model; one process alone does nothing.
+
+R processes, N sequences of an update, S sequence length.
+
+Every process reads the windows of the whole update, whose ids are small beside its work, and trains
+the sequences i with i mod R = its rank. So order, digest and route counts of ids are those of one
+process by construction. Sums over processes are taken in float64 in the order of ranks: every
+process has the same bits, and whatever is decided from them (an update that is not finite, an
+expert without a gradient) all decide alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from workbench.core.data.batches import Windows
+from workbench.core.device import DeviceName, choose_device
+from workbench.core.failures import PeerError, RollCall, is_peer_failure, portable
+from workbench.core.model import Output, TrainingForward, Transformer
+from workbench.errors import TrainingStoppedError, UserError
+
+T = TypeVar("T")
+Array = TypeVar("Array", bound=npt.NDArray[Any])
+
+# The longest that one process may keep the others waiting. The first use of a corpus encodes it.
+PATIENCE = datetime.timedelta(hours=2)
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and whoever starts processes as it does, sets in the environment of each."""
+
+
+class Team:
+    """The processes that train one model: here one by itself, which costs nothing."""
+
+    rank = 0
+    size = 1
+    backend: str | None = None
+    reduces = False
+    """Whether gradients are summed over processes as autograd finds them."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.rank == 0
+
+    @property
+    def mode(self) -> str:
+        """How the model is trained: an effective fact of a run."""
+        return "one process"
+
+    def through(self, model: Transformer, forward: TrainingForward) -> TrainingForward:
+        """The forward pass to train through."""
+        return forward
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch; the gradients of the update are whole after the `last` one."""
+        return nullcontext()
+
+    def rows(self, windows: Windows) -> Windows:
+        """The windows of an update [N, S + 1] that this process trains."""
+        return windows
+
+    def share(self, items: Iterable[T]) -> Iterable[T]:
+        """The items that are this process's to work on."""
+        return items
+
+    def total(self, values: Array) -> Array:
+        """The sum over processes, element by element."""
+        return values
+
+    def summed(self, counts: Tensor) -> Tensor:
+        """The sum over processes of a tensor on the device that trains."""
+        return counts
+
+    def highest(self, *values: int) -> tuple[int, ...]:
+        """The largest over processes, value by value."""
+        return values
+
+    def gathered(self, value: T) -> list[T]:
+        """The value of every process, in the order of ranks."""
+        return [value]
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Work that each process does for itself; where it fails on one, it fails on all."""
+        return work()
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Work that rank zero does for all."""
+        return work()
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Work of each process, first that of rank zero: what it caches the others find."""
+        return work()
+
+    def require_same(self, what: str, value: object) -> None:
+        """Checks that processes which should have the same have it.
+
+        Raises:
+            TrainingStoppedError: they do not.
+        """
+
+    def failing(self) -> AbstractContextManager[None]:
+        """Around all that may fail on one process alone: the others are told, by name and cause."""
+        return nullcontext()
+
+    def leave(self) -> None:
+        """Ends the work together; more than once is fine."""
+
+
+ALONE = Team()
+
+
+class Ranks(Team):
+    """Several processes over `torch.distributed`, each with the whole model (DDP)."""
+
+    reduces = True
+
+    def __init__(self, device_name: DeviceName) -> None:
+        """Meets the other processes. Where GPUs train, each of a machine's takes one of its own.
+
+        Raises:
+            UserError: this kind of device cannot, or the others do not come.
+        """
+        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
+
+        self._dist = dist
+        device = choose_device(device_name)
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if device.type not in ("cpu", "cuda"):
+            message = "several processes train on CPUs or CUDA devices"
+            raise UserError.at("training.device", message, device.type, "cpu or cuda")
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            store, self.rank, self.size = next(rendezvous("env://", timeout=PATIENCE))
+            # Small facts go over the CPU whatever trains.
+            backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backends,
+                store=dist.distributed_c10d.PrefixStore("group", store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=PATIENCE,
+            )
+        except (RuntimeError, ValueError) as error:
+            place = f"rank {os.environ.get('RANK', '?')}"
+            raise UserError.at(place, f"the other processes were not met: {error}") from error
+        self._roll = RollCall(store, self.rank, self.size)
+        self._trained: nn.parallel.DistributedDataParallel | None = None
+
+    @property
+    def mode(self) -> str:
+        """How the model is trained: an effective fact of a run."""
+        return f"ddp, {self.size} processes"
+
+    def through(self, model: Transformer, forward: TrainingForward) -> TrainingForward:
+        """The forward pass to train through.
+
+        Weights come from the seed and the name, so nothing has to be sent at the start. Every
+        parameter has a gradient on every path, experts without tokens a zero one: no search for
+        unused parameters, which would hide a dead branch.
+        """
+        self._trained = nn.parallel.DistributedDataParallel(
+            _Trained(model, forward), forward_sync_buffers=False, init_sync=False
+        )
+        # The objective is divided by the tokens of all processes: gradients add up.
+        self._trained.register_comm_hook(None, lambda state, bucket: _add(bucket))
+        return self._trained
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch; the gradients of the update are whole after the `last` one."""
+        if last or self._trained is None:
+            return nullcontext()
+        return self._trained.no_sync()
+
+    def rows(self, windows: Windows) -> Windows:
+        """The windows of an update [N, S + 1] that this process trains."""
+        return windows[self.rank :: self.size]
+
+    def share(self, items: Iterable[T]) -> Iterable[T]:
+        """The items that are this process's to work on."""
+        return islice(items, self.rank, None, self.size)
+
+    def total(self, values: Array) -> Array:
+        """The sum over processes, element by element."""
+        own = torch.from_numpy(np.ascontiguousarray(values))
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self._dist.all_gather(found, own)
+        added: Array = np.sum([one.numpy() for one in found], axis=0)
+        return added
+
+    def summed(self, counts: Tensor) -> Tensor:
+        """The sum over processes of a tensor on the device that trains."""
+        added = counts.detach().clone()
+        self._dist.all_reduce(added)
+        return added
+
+    def highest(self, *values: int) -> tuple[int, ...]:
+        """The largest over processes, value by value."""
+        found = torch.tensor(values, dtype=torch.int64)
+        self._dist.all_reduce(found, op=self._dist.ReduceOp.MAX)
+        return tuple(found.tolist())
+
+    def gathered(self, value: T) -> list[T]:
+        """The value of every process, in the order of ranks."""
+        found: list[Any] = [None] * self.size
+        self._dist.all_gather_object(found, value)
+        return found
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Work that each process does for itself; where it fails on one, it fails on all."""
+        value: T | None = None
+        own: Exception | None = None
+        try:
+            value = work()
+        except Exception as error:
+            if is_peer_failure(error):
+                raise
+            own = error
+        errors = self.gathered(own and portable(own))
+        if (failed := next(filter(None, errors), None)) is not None:
+            # Rank zero says it for all.
+            failed.agreed = True  # type: ignore[attr-defined]
+            raise failed from own
+        return value  # type: ignore[return-value]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Work that rank zero does for all."""
+        value = self.agreed(lambda: work() if self.is_first else None)
+        found = [value]
+        self._dist.broadcast_object_list(found, src=0)
+        return value if self.is_first else found[0]  # type: ignore[return-value]
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Work of each process, first that of rank zero: what it caches the others find."""
+        early = self.agreed(lambda: work() if self.is_first else None)
+        late = self.agreed(lambda: None if self.is_first else work())
+        return early if self.is_first else late  # type: ignore[return-value]
+
+    def require_same(self, what: str, value: object) -> None:
+        """Checks that processes which should have the same have it.
+
+        Raises:
+            TrainingStoppedError: they do not.
+        """
+        found = self.gathered(value)
+        others = [rank for rank, one in enumerate(found) if one != found[0]]
+        if others:
+            message = f"{what} of rank {others[0]} is not that of rank 0: they train apart"
+            raise TrainingStoppedError.at(f"rank {others[0]}", message)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around all that may fail on one process alone: the others are told, by name and cause."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except BaseException as error:
+            if is_peer_failure(error):
+                raise self._roll.explain(error) from error
+            if not getattr(error, "agreed", False):
+                self._roll.post(error)
+            raise
+
+    def leave(self) -> None:
+        """Ends the work together; more than once is fine.
+
+        The wrapped model first: it holds on to the group whose threads end here, and a group that
+        the interpreter has to take down at its exit aborts it.
+        """
+        self._trained = None
+        if self._dist.is_initialized():
+            self._dist.destroy_process_group()
+
+
+def join(device: DeviceName) -> Team:
+    """The processes that this one was started with, or itself alone.
+
+    Raises:
+        UserError: see `Ranks`.
+    """
+    return Ranks(device) if is_launched() else ALONE
+
+
+def is_launched() -> bool:
+    """Whether this process was started as one of several, by torchrun or in its manner."""
+    return all(name in os.environ for name in LAUNCHED)
+
+
+class _Trained(nn.Module):
+    """The model as DDP takes it: what is called is the forward pass of training."""
+
+    def __init__(self, model: Transformer, forward: TrainingForward) -> None:
+        super().__init__()
+        self.model, self._through = model, forward
+
+    def forward(self, inputs: Tensor) -> Output:
+        """inputs [B, S] -> hidden states and extras."""
+        return self._through(inputs)
+
+
+def _add(bucket: Any) -> torch.futures.Future[Tensor]:
+    """A communication hook of DDP: the sum of gradients."""
+    import torch.distributed as dist
+
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future

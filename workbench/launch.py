@@ -1,0 +1,109 @@
+"""Starts the processes of one run on this machine, as torchrun does, and says which of them ended.
+
+Also tells a process that torchrun has started again what the launch was that it belongs to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from workbench.errors import Fault, UserError
+
+
+class EndedRankError(UserError):
+    """A process of the run was ended by a signal."""
+
+    def __init__(self, *faults: Fault, exit_code: int = 128 + signal.SIGKILL) -> None:
+        super().__init__(*faults)
+        self.exit_code = exit_code
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Runs `wb` with these arguments in so many processes; returns the exit code of the first that
+    failed, else 0.
+
+    Raises:
+        EndedRankError: one was ended by a signal that nobody sent to all.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # What went wrong is said by the process that it went wrong in.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // processes)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    command = [sys.executable, "-m", "workbench", *arguments]
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as failed:
+        return _exit_code(failed.failures)
+    return 0
+
+
+def _exit_code(failures: dict[int, Any]) -> int:
+    """Of the process that failed first; those that went after it had the same cause."""
+    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
+    if first.exitcode > 0:
+        return int(first.exitcode)
+    number = -int(first.exitcode)
+    message = f"was ended by {signal.Signals(number).name}, and the run with it"
+    allowed = "--resume goes on from its last checkpoint"
+    raise EndedRankError(Fault(f"rank {rank}", message, None, allowed), exit_code=128 + number)
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """The arguments of each process: those of the command, without the number of processes."""
+    kept = []
+    given = iter(arguments)
+    for word in given:
+        if word == "--nproc":
+            next(given, None)
+        elif not word.startswith("--nproc="):
+            kept.append(word)
+    return kept
+
+
+def launch_id() -> str | None:
+    """What all processes of one launch by torchrun share, over its restarts, and no other launch.
+
+    None: this process was not started by torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    run_id = os.environ["TORCHELASTIC_RUN_ID"]
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return run_id  # rank zero may come back on another machine
+    agent = psutil.Process(os.getppid())
+    return f"{run_id} {agent.pid} {agent.create_time()}"
+
+
+def restarts() -> int:
+    """How often torchrun has started the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
