@@ -1,0 +1,95 @@
+"""Trains one spec with several processes over gloo, forked from one that has torch loaded.
+
+`python tests/ranks.py FOLDER` reads `cases.json` there, a list of `{"name", "processes", "spec",
+"options", "kill"}`, and runs one after the other, each with `runs/NAME` as its run. `kill` is
+`[rank, step]`: that process ends itself by SIGKILL after that step. Prints one JSON document: of
+each case the exit codes by rank, the seconds it took, and what each rank said.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Set before torch is loaded: another number of threads rounds otherwise, and forks badly.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import matplotlib.figure  # noqa: F401
+import torch._inductor
+import torch.distributed  # noqa: F401
+
+from workbench import run as runner
+from workbench.cli import main as wb
+from workbench.recorder import Follower, Recorder
+from workbench.track.events import NullTracker
+
+PATIENCE_SECONDS = 90
+
+
+def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """One run; the processes that hang are ended, which shows in their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_rank, args=(folder, case, rank, port))
+        for rank in range(case["processes"])
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0.0, began + PATIENCE_SECONDS - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
+    codes = [process.exitcode for process in processes]
+    return {"codes": codes, "seconds": time.monotonic() - began, "said": said}
+
+
+def _said(folder: Path, case: dict[str, Any], rank: int) -> Path:
+    return folder / f"{case['name']}.{rank}.txt"
+
+
+def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> None:
+    os.environ.update(WB_HOME=str(folder / "mlruns"), WB_MLFLOW_WAIT="0")
+    if case["processes"] > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+        os.environ.update(WORLD_SIZE=str(case["processes"]), MASTER_PORT=str(port))
+    runner.tracker_for = lambda spec, store: NullTracker()
+    if case.get("kill") and case["kill"][0] == rank:
+        for kind in (Recorder, Follower):
+            kind.flush = _killing(kind.flush, case["kill"][1])  # type: ignore[method-assign]
+    said = os.open(_said(folder, case, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.argv = ["wb", "run", case["spec"], f"name={case['name']}", *case.get("options", [])]
+    wb()
+
+
+def _killing(flush: Any, step: int) -> Any:
+    def after(recorder: Any) -> None:
+        flush(recorder)
+        if recorder._parts.state.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return after
+
+
+def main() -> None:
+    """Runs the cases of the folder."""
+    folder = Path(sys.argv[1])
+    cases = json.loads((folder / "cases.json").read_text())
+    print(json.dumps({case["name"]: run_case(folder, case) for case in cases}))
+
+
+if __name__ == "__main__":
+    main()

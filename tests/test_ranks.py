@@ -1,0 +1,174 @@
+"""One model trained by several processes: the same run, whatever their number."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import sections
+
+from workbench.errors import UserError
+from workbench.spec.run import RunSpec
+from workbench.track.record import RunRecord, read_record
+
+pytestmark = pytest.mark.ddp
+
+WHOLE = {"batch_size": None, "global_batch_size": 8, "steps": 20}
+SPEC: dict[str, Any] = {
+    "training": WHOLE,
+    "telemetry": {"log_steps": 1, "moe": True},
+    "evaluation": {"eval_steps": 10},
+    "checkpoint": {"save_steps": 5},
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What the processes of a case came to."""
+
+    codes: list[int]
+    seconds: float
+    said: list[str]
+    folder: Path
+
+    @property
+    def record(self) -> RunRecord:
+        return read_record(self.folder)
+
+    def rows(self, name: str) -> list[float]:
+        with (self.folder / "metrics.csv").open() as file:
+            return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def spec_file(folder: Path, name: str, **changes: Any) -> str:
+    """A spec that trains 20 steps; the path of its file."""
+    merged = {
+        part: SPEC.get(part, {}) | changes.get(part, {}) for part in SPEC.keys() | changes.keys()
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps({"name": name, "seed": 42, **sections(folder, **merged)}))
+    return str(path)
+
+
+def ran(folder: Path, cases: list[dict[str, Any]]) -> dict[str, Ran]:
+    """Runs cases (see ranks.py), all from one process that loads torch once."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = str(Path(__file__).parent / "ranks.py")
+    done = subprocess.run(
+        [sys.executable, script, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    runs = folder / "mlruns" / "runs"
+    return {
+        name: Ran(**found, folder=runs / name) for name, found in json.loads(done.stdout).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("worlds")
+    whole = spec_file(folder, "whole")
+    own = spec_file(folder, "own", training={"batch_size": 2, "global_batch_size": None})
+    own_4 = spec_file(folder, "own_4", training={"batch_size": 4, "global_batch_size": None})
+    split = ["training.gradient_accumulation_steps=2"]
+    return ran(
+        folder,
+        [
+            {"name": "one", "processes": 1, "spec": whole},
+            {"name": "one_split", "processes": 1, "spec": whole, "options": split},
+            {"name": "two", "processes": 2, "spec": whole},
+            {"name": "four_split", "processes": 4, "spec": whole, "options": split},
+            {"name": "batch_4", "processes": 1, "spec": own_4},
+            {"name": "batch_2", "processes": 2, "spec": own},
+            {"name": "dying", "processes": 2, "spec": whole, "kill": [1, 12]},
+            
+        ],
+    )
+
+
+def require_same_run(one: Ran, other: Ran) -> None:
+    """Every digest is equal, and every loss but for rounding."""
+    assert one.codes == [0] * len(one.codes), one.said
+    assert other.codes == [0] * len(other.codes), other.said
+    a, b = one.record, other.record
+    assert [p.order_digest for p in a.points] == [p.order_digest for p in b.points]
+    assert a.tokens_per_step == b.tokens_per_step
+    assert len(one.rows("train/nll")) == 20
+    for name in ("train/nll", "train/objective", "held_out/nll", "train_split/nll"):
+        assert one.rows(name) == pytest.approx(other.rows(name), rel=1e-5), name
+    for name in ("route_entropy", "expert_0_share", "expert_3_share"):
+        assert one.rows(name) == other.rows(name), name
+    for name in ("grad_norm", "shared_rms", "routed_rms", "expert_0_grad_norm"):
+        assert one.rows(name) == pytest.approx(other.rows(name), rel=1e-3), name
+
+
+@pytest.mark.parametrize("other", ["one_split", "two", "four_split"])
+def test_a_global_batch_gives_the_same_run_on_any_number_of_processes(
+    worlds: dict[str, Ran], other: str
+) -> None:
+    require_same_run(worlds["one"], worlds[other])
+    assert worlds[other].record.world_size == len(worlds[other].codes)
+
+
+def test_batch_4_on_one_process_is_batch_2_on_two(worlds: dict[str, Ran]) -> None:
+    require_same_run(worlds["batch_4"], worlds["batch_2"])
+    assert worlds["batch_2"].record.tokens_per_step == 4 * 32
+
+
+def test_only_rank_zero_speaks(worlds: dict[str, Ran]) -> None:
+    assert worlds["four_split"].said[0]
+    assert worlds["four_split"].said[1:] == ["", "", ""]
+
+
+def test_every_document_is_scored_once_on_any_number_of_processes(worlds: dict[str, Ran]) -> None:
+    import pyarrow.parquet as pq
+
+    one, four = (
+        pq.read_table(worlds[name].folder / "evaluations" / "step_00000000.parquet").to_pydict()
+        for name in ("one", "four_split")
+    )
+    assert one == four  # before any update: the same weights, the same sums
+
+
+def test_processes_that_do_not_divide_the_batch_are_refused(tmp_path: Path) -> None:
+    spec = RunSpec.model_validate({"name": "whole", "seed": 1, **sections(tmp_path, **SPEC)})
+    assert spec.on(4).micro_batch_size == 2
+    with pytest.raises(UserError, match="3 processes"):
+        spec.on(3)
+
+
+def test_a_rank_that_dies_ends_the_run_in_seconds_by_name(worlds: dict[str, Ran]) -> None:
+    dying = worlds["dying"]
+    assert dying.codes == [74, -9], dying.said
+    assert dying.seconds < 30
+    assert "rank 1" in dying.said[0]
+    assert "Traceback" not in dying.said[0]
+    assert dying.record.status == "FAILED"
+    assert (dying.folder / "checkpoints" / "step_00000010").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    whole = spec_file(tmp_path, "whole")
+    straight = ran(tmp_path, [{"name": "straight", "processes": 1, "spec": whole}])["straight"]
+    ran(tmp_path, [{"name": "moved", "processes": 2, "spec": whole, "kill": [1, 12]}])
+    on = {"name": "moved", "processes": 4, "spec": whole, "options": ["--resume"]}
+    moved = ran(tmp_path, [on])["moved"]
+    require_same_run(straight, moved)
+    flagged = [one["path"] for one in moved.record.model_dump()["resumes"][-1]["differences"]]
+    assert "effective.execution.parallel" in flagged
+
+
+@pytest.mark.slow
+def test_experts_without_tokens_on_a_rank_neither_hang_nor_skew(tmp_path: Path) -> None:
+    few = {"batch_size": None, "global_batch_size": 4, "seq_len": 2, "steps": 20}
+    whole = spec_file(tmp_path, "few", training=few)
+    cases = [{"name": f"on_{n}", "processes": n, "spec": whole} for n in (1, 4)]
+    found = ran(tmp_path, cases)
+    require_same_run(found["on_1"], found["on_4"])
