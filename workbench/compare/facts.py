@@ -92,7 +92,7 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     facts = dict(_spec_facts(record.spec))
     for leaf in _unresolved(record):
         del facts[leaf]
-    facts |= _micro_batch(facts, record.world_size)
+    facts |= _micro_batch(facts, record.world_size or 1)
     for part, values in record.effective.model_dump(mode="json").items():
         named = values if part == "evaluation" else {"": values}
         for name, leaves in named.items():

@@ -283,11 +283,7 @@ class RunRecord(_Part):
     # The names by which the replaced runner's users know these facts.
     git_commit: str | None = None
     params: int | None = None
-<<<<<<< HEAD
-    world_size: int | None = 1
-=======
-    world_size: Annotated[int, Field(ge=1)] = 1
->>>>>>> 0ace996 (Train one model with several processes (DDP))
+    world_size: Annotated[int, Field(ge=1)] | None = 1
     # One row for each trainable tensor: its shape, kind, optimizer, scale of the rate, decay.
     parameter_table: list[dict[str, Any]] = []
     tokens_per_step: int | None  # None: an imported run whose source does not say
@@ -321,8 +317,7 @@ class RunRecord(_Part):
 
     @property
     def run_spec(self) -> RunSpec:
-<<<<<<< HEAD
-        """The spec as its model; only for records of this schema version.
+        """The spec as its model, on as many processes; only for records of this schema version.
 
         Raises:
             UserError: the run was imported, so that its spec is known in part alone.
@@ -331,11 +326,7 @@ class RunRecord(_Part):
         if self.imported is not None:
             message = f"this run was imported from {self.imported.source}: it has no whole spec"
             raise UserError.at(self.name, message, None, "a run that this package trained")
-        return RunSpec.model_validate(without_nulls(self.spec))
-=======
-        """The spec as its model, on as many processes; only for records of this schema version."""
-        return RunSpec.model_validate(without_nulls(self.spec)).on(self.world_size)
->>>>>>> 0ace996 (Train one model with several processes (DDP))
+        return RunSpec.model_validate(without_nulls(self.spec)).on(self.world_size or 1)
 
 
 # How a difference of each field of a record shows. `judged`: as the leaves that a comparison makes
