@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal
 
-RULESET_VERSION = 2
+RULESET_VERSION = 3
 
 Claim = Literal["nll", "bpb", "throughput", "memory"]
 CLAIMS: tuple[Claim, ...] = ("nll", "bpb", "throughput", "memory")
