@@ -173,7 +173,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     on = {"name": "moved", "processes": 4, "spec": whole, "options": ["--resume"]}
     moved = ran(tmp_path, [on])["moved"]
     require_same_run(straight, moved)
-    flagged = [one["path"] for one in moved.record.model_dump()["resumes"][-1]["differences"]]
+    flagged = [one["path"] for one in moved.record.model_dump()["resumes"][-1]["changes"]]
     assert "effective.execution.parallel" in flagged
 
 
