@@ -51,7 +51,8 @@ def main() -> None:
     for number in heard:
         signal.signal(number, signal.SIG_DFL)
     abandon_broken_streams()
-    gc.freeze()  # the memory goes with the process: a last search in it takes up to a second
+    if "torch" not in sys.modules:  # what comes with it wants to be searched
+        gc.freeze()  # the memory goes with the process: a last search in it takes up to a second
     sys.exit(code)
 
 

@@ -43,6 +43,7 @@ KINDS: dict[str, Callable[[Path], RunSpec]] = {
         folder,
         "dense",
         model={"mlp_type": "dense"},
+        training={**LONG["training"], "batch_size": None, "global_batch_size": 4},
         evaluation={"stride": 8, "eval_documents": 3},
         optimizer={"name": "muon_tr"},
     ),

@@ -102,6 +102,8 @@ REQUESTED = {
     "training.stop_at_step",
     "training.precision",
     "training.device",
+    "training.parallel",
+    "training.global_batch_size",
     "training.loss_backend",
     "schedule.warmup_steps",
     "evaluation.eval_documents",
@@ -155,7 +157,12 @@ def names_alone(judgement: Judgement, leaf: str, outcomes: set[str]) -> None:
     found = apart(judgement)
     assert found.pop(leaf) in outcomes, (leaf, found)
     # What a comparison makes of a leaf follows it, and no other rule has an effect.
-    assert found.keys() <= {"effective.budget.decay_tokens"} - {leaf}, (leaf, found)
+    made = {"effective.budget.decay_tokens"}
+    if leaf == "training.gradient_accumulation_steps":  # of a batch given for all processes
+        made.add("training.batch_size")
+        if "missing" in outcomes:  # nor is the batch known then
+            assert found.pop("training.batch_size", "missing") in {"missing", "follows"}
+    assert found.keys() <= made - {leaf}, (leaf, found)
     for one in judgement.with_outcome("follows"):
         assert one.follows == (leaf,)
     unknown = leaf == "schedule.decay" and "missing" in outcomes  # nor is where it ends
@@ -233,6 +240,7 @@ def test_what_a_requested_setting_becomes_is_there_and_judged() -> None:
     known = [leaf.name for leaf in schema_leaves(Effective, ("effective",))]
     known += [f"effective.evaluation.held_out.{leaf.name}" for leaf in schema_leaves(SetFacts)]
     known += [f"effective.budget.{name}" for name in ("tokens", "lr_trace", "decay_tokens")]
+    known.append("training.batch_size")
     for name in REQUESTED:
         tag = tag_of(name)
         for pattern in tag.becomes:
@@ -299,7 +307,9 @@ def test_every_mutation_is_named_by_its_rule_alone(base: str, every: bool, folde
         nulled = judge(facts, facts_of(put(document, leaf.path, None)))
         if tag.kind != "judged":
             assert matches_all(without)
-            assert matches_all(nulled)
+            # Without the batch of all processes nothing says that of one.
+            unsaid = name == "training.global_batch_size" and value is not None
+            assert set(apart(nulled)) == ({"training.batch_size"} if unsaid else set())
         elif value is not None or name not in nullable_leaves():
             names_alone(without, name, {"missing"})
             allowed = {"missing", *differs(name)} if name in nullable_leaves() else {"missing"}
@@ -482,10 +492,12 @@ def test_a_setting_that_one_arm_lacks_follows_what_decides_that_it_exists() -> N
     assert count > 50
 
 
-# Settings that another one leaves no choice: heads of mha and mqa; gates without a shared path.
+# Settings that another one leaves no choice: heads of mha and mqa; gates without a shared path; the
+# batch of one process where that of all is given.
 FORCED = {
     "model.num_key_value_heads": ("model.attention_type",),
     "model.learn_shared_routed_gates": ("model.shared_expert",),
+    "training.batch_size": ("training.gradient_accumulation_steps",),
 }
 
 

@@ -363,6 +363,8 @@ def test_contrasts_are_frozen_with_the_plan(lab: Lab) -> None:
     said = json.dumps(contrasts)
     assert plan_differences(with_arm, after) == [f"contrasts: [] -> {said}"]
     assert plan_differences(after, with_arm) == [f"contrasts: {said} -> []"]
+    turned = [dict(reversed(pair.items())) for pair in after["contrasts"]]
+    assert plan_differences(after, {**after, "contrasts": turned}) == []
     assert plan_hash(with_arm) != plan_hash(after)
 
 

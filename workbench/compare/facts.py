@@ -92,7 +92,7 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     facts = dict(_spec_facts(record.spec))
     for leaf in _unresolved(record):
         del facts[leaf]
-    facts |= _micro_batch(facts, record.world_size or 1)
+    _resolve_batch(facts, record)
     for part, values in record.effective.model_dump(mode="json").items():
         named = values if part == "evaluation" else {"": values}
         for name, leaves in named.items():
@@ -271,15 +271,20 @@ def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield section, value
 
 
-def _micro_batch(facts: Facts, processes: int) -> dict[str, int]:
-    """What the batch of one process came to, where that of all was asked for."""
-    whole, parts = (
-        facts.get(f"training.{name}")
-        for name in ("global_batch_size", "gradient_accumulation_steps")
-    )
-    if not (isinstance(whole, int) and isinstance(parts, int) and parts * processes > 0):
-        return {}
-    return {"training.batch_size": whole // (parts * processes)}
+def _resolve_batch(facts: dict[str, Any], record: RunRecord) -> None:
+    """Puts in what the batch of one process came to, where that of all was asked for: then its own
+    is null."""
+    asked = record.spec.get("training")
+    if not isinstance(asked, dict) or asked.get("batch_size", 1) is not None:
+        return
+    if asked.get("global_batch_size", "not recorded") is None:
+        return
+    updates, processes = record.effective.optimizer.sequences_per_update, record.world_size
+    parts = facts.get("training.gradient_accumulation_steps")
+    if updates and processes and isinstance(parts, int) and parts > 0:
+        facts["training.batch_size"] = updates // (parts * processes)
+    else:
+        facts.pop("training.batch_size", None)
 
 
 def _refused_sets(evaluated: Mapping[str, SetFacts], facts: Facts) -> dict[str, Any]:

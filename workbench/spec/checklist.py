@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal
 
-RULESET_VERSION = 3
+RULESET_VERSION = 4
 
 Claim = Literal["nll", "bpb", "throughput", "memory"]
 CLAIMS: tuple[Claim, ...] = ("nll", "bpb", "throughput", "memory")
@@ -252,7 +252,7 @@ TAGS: tuple[tuple[str, Tag], ...] = (
         ),
     ),
     ("training.stop_at_step", _requested("budget", "effective.budget.tokens")),
-    ("training.batch_size", _judged("execution")),
+    ("training.batch_size", _judged("execution", "training.gradient_accumulation_steps")),
     ("training.parallel", _requested("execution", "effective.execution.parallel")),
     ("training.global_batch_size", _requested("optimizer", _UPDATE, "training.batch_size")),
     ("training.gradient_accumulation_steps", _judged("execution")),

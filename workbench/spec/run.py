@@ -168,9 +168,9 @@ class TrainingSpec(Section):
     """One step: its batch, precision and loss; and how many of them (0: one pass of the data).
 
     `batch_size` counts the sequences that one process takes at once. `global_batch_size`, the
-    sequences of an update over all processes and micro-batches, may be given in its place: then it
-    is None: it depends on their numbers. `parallel` is how several processes train
-    one model. `stop_at_step` ends the run early; schedules go on to `steps` all the same.
+    sequences of an update over all processes and micro-batches, may be given in its place;
+    `batch_size` is then None, as it depends on their numbers. `parallel` is how several processes
+    train one model. `stop_at_step` ends the run early; schedules go on to `steps` all the same.
     """
 
     steps: Count = 250

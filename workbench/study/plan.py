@@ -154,7 +154,7 @@ def plan_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
         sides.append(dict(_leaves(kept)))
     known = {_field(leaf) for leaf in sides[0]}
     for leaf in dict.fromkeys([*sides[0], *sides[1]]):
-        a, b = (json.dumps(_named(leaf, side.get(leaf))) for side in sides)
+        a, b = (json.dumps(_named(leaf, side.get(leaf)), sort_keys=True) for side in sides)
         if a != b and (leaf in sides[0] or _field(leaf) in known):
             lines.append(f"{leaf}: {a} -> {b}")
     return lines
