@@ -360,7 +360,7 @@ def test_contrasts_are_frozen_with_the_plan(lab: Lab) -> None:
     with_arm = document_of_study(load_study(write_study(lab.folder, arms=arms)))
     path = write_study(lab.folder, arms=arms, contrasts=contrasts)
     after = document_of_study(load_study(path))
-    said = json.dumps(contrasts)
+    said = json.dumps(contrasts, sort_keys=True)
     assert plan_differences(with_arm, after) == [f"contrasts: [] -> {said}"]
     assert plan_differences(after, with_arm) == [f"contrasts: {said} -> []"]
     turned = [dict(reversed(pair.items())) for pair in after["contrasts"]]
