@@ -40,7 +40,14 @@ from readers import READERS, Case
 from scipy import stats
 from test_store_faults import CHECKPOINT, OTHERS, assert_told, ended
 from tiny_runs import sections, tiny_spec
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
+from tracked_runs import (
+    assert_equal_to_file,
+    end_run,
+    make_record,
+    make_run,
+    points,
+    track_rows,
+)
 
 from workbench import run as runner
 from workbench.core.checkpoint import save_checkpoint
@@ -143,14 +150,8 @@ def outages(folder: Path) -> Section:
             for mode in modes:
                 for now in (mode, "ok"):
                     proxy.set(now)
-                    for _ in range(8):
-                        row = rows(1, first=step)[0]
-                        journal.write(row)
-                        before = time.perf_counter()
-                        tracker.log(row)
-                        slowest = max(slowest, time.perf_counter() - before)
-                        step += 1
-                        time.sleep(0.3)
+                    slowest = max(slowest, track_rows(journal, tracker, step, 8, 0.3))
+                    step += 8
                     if now != "ok":
                         counts[f"{mode}: spells"] += 1
             journal.close()

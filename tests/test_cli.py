@@ -63,6 +63,21 @@ def test_every_fault_of_a_spec_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "runs").exists()
 
 
+def test_a_rank_is_one_only_where_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers and shells set RANK for reasons of their own."""
+    monkeypatch.setenv("RANK", "one of them")
+    assert wb(tmp_path, "frob").stderr.startswith("error: ")
+    monkeypatch.setenv("RANK", "1")
+    alone = wb(tmp_path, "frob", "--json")
+    assert json.loads(alone.stdout)["error"]["message"]
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    of_two = wb(tmp_path, "frob", "--json")
+    assert (of_two.stdout, of_two.stderr[:14]) == ("", "rank 1: error:")
+
+
 def seconds(*command: str) -> float:
     """The best of five tries."""
     times = []

@@ -7,7 +7,6 @@ Ctrl-C during start-up gets the same short answer as one later.
 from __future__ import annotations
 
 import gc
-import os
 import shlex
 import signal
 import sys
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from workbench.errors import Fault, StoreError, UserError, reason_of
+from workbench.launched import rank
 from workbench.output import (
     PLACE,
     abandon_broken_streams,
@@ -51,8 +51,10 @@ def main() -> None:
     for number in heard:
         signal.signal(number, signal.SIG_DFL)
     abandon_broken_streams()
-    if "torch" not in sys.modules:  # what comes with it wants to be searched
-        gc.freeze()  # the memory goes with the process: a last search in it takes up to a second
+    # A last search for garbage takes up to a second, and the memory goes with the process anyway.
+    # Triton, which comes with torch, takes what is not searched for a leak and says so.
+    if "torch" not in sys.modules:
+        gc.freeze()
     sys.exit(code)
 
 
@@ -82,14 +84,14 @@ def _guarded(arguments: list[str]) -> int:
             if debug:
                 complain(redact(traceback.format_exc()))
             faults, code = _explained(error, arguments)
-            rank = int(os.environ.get("RANK", "0"))
-            if rank and getattr(error, "agreed", False):
+            own = rank()
+            if own and getattr(error, "agreed", False):
                 return code  # of several processes the first one says it
-            if as_json and not rank:
+            if as_json and not own:
                 _write_faults(faults)
             else:
                 for fault in faults:
-                    said = f"rank {rank}: error: {fault}" if rank else f"error: {fault}"
+                    said = f"rank {own}: error: {fault}" if own else f"error: {fault}"
                     complain(redact(said))
             return code
     except BrokenPipeError:

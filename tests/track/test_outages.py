@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 from faulty_proxy import FaultyProxy, Mode, mlflow_server
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, rows
+from tracked_runs import (
+    assert_equal_to_file,
+    end_run,
+    make_record,
+    make_run,
+    rows,
+    track_rows,
+)
 
 from workbench.track.feeder import MlflowTracker, send_run
 from workbench.track.journal import read_metrics
@@ -113,14 +120,8 @@ def test_a_run_over_every_fault_of_a_server_arrives_once(
     for mode in [*modes, *modes]:
         for now in ("ok", mode):
             proxy.set(now)
-            for _ in range(8):
-                row = rows(1, first=step)[0]
-                journal.write(row)
-                before = time.perf_counter()
-                tracker.log(row)
-                slowest = max(slowest, time.perf_counter() - before)
-                step += 1
-                time.sleep(0.15)
+            slowest = max(slowest, track_rows(journal, tracker, step, 8, 0.15))
+            step += 8
     journal.close()
     end_run(folder, record)
     assert slowest < 0.05

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 from workbench.spec.run import RunSpec, spec_hash
+from workbench.track.feeder import MlflowTracker
 from workbench.track.journal import TWINS, Journal, columns, read_metrics
 from workbench.track.mlflow_store import read_position
 from workbench.track.record import RunRecord, write_record
@@ -94,6 +96,21 @@ def rows(count: int, first: int = 0) -> list[dict[str, float | int | None]]:
             row |= {"train_split/nll": 1 / (step + 3)}
         found.append(row)
     return found
+
+
+def track_rows(
+    journal: Journal, tracker: MlflowTracker, first: int, count: int, pause: float
+) -> float:
+    """Writes and logs rows, one every `pause` seconds; returns the longest that tracking took of
+    one, in seconds."""
+    slowest = 0.0
+    for row in rows(count, first=first):
+        journal.write(row)
+        before = time.perf_counter()
+        tracker.log(row)
+        slowest = max(slowest, time.perf_counter() - before)
+        time.sleep(pause)
+    return slowest
 
 
 def make_run(

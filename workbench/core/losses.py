@@ -235,9 +235,8 @@ class _Tiles:
         # it: for the gradients.
         native = precision.matmul == "native"
         self.narrow = native and self.device.type == "cuda"
-        self.rounded_products = (
-            native and not self.narrow and not takes_float32(precision, self.device)
-        )
+        self.rounds_within = takes_float32(precision, self.device)
+        self.rounded_products = native and not self.narrow and not self.rounds_within
         self.rounds = precision.compute != torch.float32
         self.targets = targets if kept is None else targets.index_select(0, kept)
         self.tokens = len(self.targets)
@@ -384,7 +383,7 @@ class _Tiles:
 
     def _rounded(self, logits_grad: Tensor) -> Tensor:
         """The gradient of a tile as the backward products take it."""
-        if not self.rounds or takes_float32(self.precision, self.device):
+        if not self.rounds or self.rounds_within:
             return logits_grad  # `bf16_products`: the product itself rounds
         shape = (logits_grad.shape[0], logits_grad.shape[1])
         low = self.workspace.scratch("gradient", shape, self.precision.compute, self.device)

@@ -28,15 +28,13 @@ from workbench.core.device import DeviceName, choose_device
 from workbench.core.failures import PeerError, RollCall, is_peer_failure, portable
 from workbench.core.model import Output, TrainingForward, Transformer
 from workbench.errors import TrainingStoppedError, UserError
+from workbench.launched import is_launched
 
 T = TypeVar("T")
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 # The longest that one process may keep the others waiting. The first use of a corpus encodes it.
 PATIENCE = datetime.timedelta(hours=2)
-
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and whoever starts processes as it does, sets in the environment of each."""
 
 
 class Team:
@@ -292,11 +290,6 @@ def join(device: DeviceName) -> Team:
         UserError: see `Ranks`.
     """
     return Ranks(device) if is_launched() else ALONE
-
-
-def is_launched() -> bool:
-    """Whether this process was started as one of several, by torchrun or in its manner."""
-    return all(name in os.environ for name in LAUNCHED)
 
 
 class _Trained(nn.Module):
