@@ -20,37 +20,46 @@ logger = logging.getLogger("workbench")
 
 def run_rows(store: Store) -> list[dict[str, Any]]:
     """One row per run folder, newest first; a damaged record is a row that says so."""
-    rows: list[dict[str, Any]] = []
-    for entry in store.list_runs():
-        record = entry.record
-        if record is None:
-            rows.append({"run": entry.name, "status": "DAMAGED", "error": entry.fault})
-            continue
-        final = record.results.final
-        rows.append(
-            {
-                "run": record.name,
-                "id": record.id,
-                "status": "KILLED (died)" if entry.died else entry.status,
-                "started": record.started,
-                "seed": record.spec.get("seed"),
-                "study": record.study and record.study[0],
-                "arm": record.study and record.study[1],
-                "tokens": _reached(record),
-                "planned_tokens": record.total_tokens,
-                "held_out/nll": final.get("held_out/nll"),
-                **{n: final[n] for n in ("contaminated/nll", "unproven/nll") if n in final},
-                "train_split/nll": final.get("train_split/nll"),
-                "smoke_test": is_smoke_test(record.spec),
-            }
-        )
-    return rows
+    return [run_row(entry) for entry in store.list_runs()]
+
+
+def run_row(entry: RunEntry) -> dict[str, Any]:
+    """Who a run is and what came of it; of a damaged record, that it is damaged."""
+    record = entry.record
+    if record is None:
+        return {"run": entry.name, "status": "DAMAGED", "error": entry.fault}
+    final = record.results.final
+    return {
+        "run": record.name,
+        "id": record.id,
+        "status": "KILLED (died)" if entry.died else entry.status,
+        "started": record.started,
+        "seed": record.spec.get("seed"),
+        "study": record.study and record.study[0],
+        "arm": record.study and record.study[1],
+        "tokens": _reached(record),
+        "planned_tokens": record.total_tokens,
+        "held_out/nll": final.get("held_out/nll"),
+        **{n: final[n] for n in ("contaminated/nll", "unproven/nll") if n in final},
+        "train_split/nll": final.get("train_split/nll"),
+        "smoke_test": is_smoke_test(record.spec),
+    }
 
 
 def run_table(rows: list[dict[str, Any]]) -> str:
     """The rows as aligned columns."""
     if not rows:
         return "no runs yet; try: wb run experiments/quickstart.yaml"
+    table = run_cells(rows)
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
+
+
+def run_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The rows as text under their heads, which come first."""
     heads = ["run", "id", "status", "seed", "tokens", "held_out/nll", "train_split/nll", "started"]
     studies = any(row.get("study") for row in rows)
     table = [[*heads, *(["study"] if studies else [])]]
@@ -71,15 +80,18 @@ def run_table(rows: list[dict[str, Any]]) -> str:
                 *([f"{row['study']}: {row['arm']}" if row["study"] else ""] if studies else []),
             ]
         )
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    )
+    return table
 
 
 def run_page(record: RunRecord, status: str, folder: Path) -> str:
     """What one run was, how it went, and where its files are."""
+    lines = run_facts(record, status, folder)
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+
+
+def run_facts(record: RunRecord, status: str, folder: Path) -> list[tuple[str, str]]:
+    """Name and text of everything that the page of a run says, in its order."""
     effective, results = record.effective, record.results
     spec = record.spec
     model = spec.get("model", {})
@@ -118,8 +130,7 @@ def run_page(record: RunRecord, status: str, folder: Path) -> str:
     if results.peak_memory_bytes is not None:
         lines.append(("peak memory", f"{results.peak_memory_bytes / 1e9:.2f} GB"))
     lines.append(("files", str(folder)))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+    return lines
 
 
 def _evaluated(record: RunRecord) -> list[tuple[str, str]]:

@@ -193,6 +193,16 @@ class ArmsComparison:
         whole |= {key: pairs[0][key] for key in ("treatment", "ruleset")}
         return whole | about | {"pairs": pairs}
 
+    def _repr_html_(self) -> str:
+        from workbench.compare import page, shown
+
+        return page.fragment(shown.of_arms(self))
+
+    def _repr_markdown_(self) -> str:
+        from workbench.compare import markdown, shown
+
+        return markdown.render(shown.of_arms(self))
+
 
 def compare_arms(
     arms: Mapping[str, Sequence[Path | str]],

@@ -65,6 +65,17 @@ summary { cursor: pointer; color: var(--soft); }
 @media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } }
 """
 
+# Of a part of another page, whose own colours stay: it may be dark.
+_NESTED_STYLE = """
+.workbench table { border-collapse: collapse; }
+.workbench td, .workbench th { text-align: left; vertical-align: top; padding: .2rem .6rem; }
+.workbench .number { text-align: right; font-variant-numeric: tabular-nums; }
+.workbench .badge { padding: 0 .4rem; border: 1px solid; border-radius: .25rem; font-weight: 600; }
+.workbench .comparable { color: #14532d; background: #e8f5ec; }
+.workbench .flagged { color: #6b4400; background: #fff4d6; border-style: dashed; }
+.workbench .refused { color: #fff; background: #8b1a1a; }
+"""
+
 
 def render(blocks: Iterable[doc.Block], title: str, folder: Path) -> str:
     """The blocks as an HTML document, the pictures of `folder` in it.
@@ -85,6 +96,19 @@ def render(blocks: Iterable[doc.Block], title: str, folder: Path) -> str:
         _block(main, one, folder)
     written = ElementTree.tostring(html, encoding="unicode", method="html")
     return f"<!DOCTYPE html>\n{written}\n"
+
+
+def fragment(blocks: Iterable[doc.Block]) -> str:
+    """The blocks as one HTML element to be put into another's page, such as a notebook's.
+
+    There are no figures in it: it has no folder to take them from.
+    """
+    box = Element("div", {"class": "workbench"})
+    SubElement(box, "style").text = _NESTED_STYLE
+    for one in blocks:
+        assert not isinstance(one, doc.Figures)
+        _block(box, one, Path())
+    return ElementTree.tostring(box, encoding="unicode", method="html")
 
 
 def _block(parent: Element, one: doc.Block, folder: Path) -> None:

@@ -96,6 +96,16 @@ class Comparison:
         found |= {"at": self.at, "results": strict(numbers)}
         return found | {"report": str(self.report) if self.report else None}
 
+    def _repr_html_(self) -> str:
+        from workbench.compare import page, shown
+
+        return page.fragment(shown.of_pair(self))
+
+    def _repr_markdown_(self) -> str:
+        from workbench.compare import markdown, shown
+
+        return markdown.render(shown.of_pair(self))
+
 
 def compare_runs(
     a: Path | str,
