@@ -9,10 +9,12 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from workbench.compare import plots
-from workbench.compare.arm_results import ArmResults
+from workbench.compare import difference_plots, plots
+from workbench.compare.arm_cost import cost_figures, route_figures
+from workbench.compare.arm_results import ArmResults, ArmSeries
 from workbench.compare.arm_sentences import digits_of
 from workbench.compare.arms import Arm, ArmPair, ArmsComparison
+from workbench.compare.difference_plots import Seeds
 from workbench.compare.document import Figure, Figures
 from workbench.compare.numbers import write, write_interval
 from workbench.compare.stats import Floats
@@ -24,7 +26,8 @@ def draw(comparison: ArmsComparison, folder: Path) -> dict[str, Figures]:
     """Writes the figures that the verdicts permit.
 
     Returns:
-        `answer:NAME` and `documents:NAME` for each arm that is compared, and `curves` -> figures.
+        `answer:NAME` and `documents:NAME` for each arm that is compared, and `curves`, `cost` and
+        `routes` of all of them -> figures.
     """
     found: dict[str, list[Figure]] = {}
     with plots.styled():
@@ -35,6 +38,9 @@ def draw(comparison: ArmsComparison, folder: Path) -> dict[str, Figures]:
         shown = [pair for pair in comparison.pairs if pair.results is not None]
         if shown:
             found["curves"] = _curves(comparison, shown, folder)
+            found["cost"] = cost_figures(shown, folder)
+            arms = {arm.name: arm for pair in shown for arm in (pair.a, pair.b)}
+            found["routes"] = route_figures(list(arms.values()), comparison.at, folder)
     return {place: Figures(tuple(drawn)) for place, drawn in found.items() if drawn}
 
 
@@ -65,7 +71,9 @@ def _answer(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> lis
         if not any(intervals) and number.documents is not None:
             intervals[-1] = number.documents.interval
             between = f"{level} interval over documents, these models held fixed"
-        figure = plots.difference(
+        digits = digits_of(number)
+        last = intervals[-1]
+        figure = difference_plots.difference(
             series.tokens,
             series.difference.tolist(),
             intervals,
@@ -74,10 +82,10 @@ def _answer(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> lis
             between=between,
             names=(plots.short(pair.a.name, 16), plots.short(pair.b.name, 16)),
             size=plots.WIDE if place == 0 else plots.HALF,
+            seeds=seeds_of(pair, series),
+            last=write_interval(last, digits) if last else "",
         )
-        digits = digits_of(number)
         said = write(metric, float(series.difference[-1]), digits, sign=True)
-        last = intervals[-1]
         alt = (
             f"{metric}: {pair.b.name} minus {pair.a.name} is {said} {series.unit} at"
             f" {series.tokens[-1]:,} tokens"
@@ -87,6 +95,16 @@ def _answer(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> lis
         file = f"difference-{index}-{place}.png"
         found.append(Figure(file, alt, caption, plots.save(figure, folder / file)))
     return found
+
+
+def seeds_of(pair: ArmPair, series: ArmSeries) -> Seeds | None:
+    """The differences between the seeds of two arms over training; None: there is one of each."""
+    if series.a.shape[1] < 2 or series.b.shape[1] < 2:
+        return None
+    if pair.seeds.design == "paired":
+        return Seeds(series.b - series.a, paired=True)
+    every = series.b[:, :, None] - series.a[:, None, :]
+    return Seeds(every.reshape(len(every), -1), paired=False)
 
 
 def _curves(comparison: ArmsComparison, shown: Sequence[ArmPair], folder: Path) -> list[Figure]:
@@ -183,6 +201,7 @@ def _documents(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> 
         number.documents.interval if number.documents else None,
         axis=plots.AXES[score],
         title=f"{_titled(name)}, by document",
+        level=f"{100 * number.level:.4g} %",
     )
     change = b - a
     lower, higher = int((change < 0).sum()), int((change > 0).sum())

@@ -94,6 +94,8 @@ def compose(
             blocks.append(Heading(f"{pair.b.name} against {pair.a.name}"))
         blocks += _pair(pair, figures, differences)
     blocks += _shown(figures, "Curves", "curves")
+    blocks += _shown(figures, "Throughput and memory", "cost")
+    blocks += _shown(figures, "Routes to the experts", "routes")
     blocks += [Heading("What was chosen"), bullets(selection(comparison))]
     for pair in comparison.pairs:
         name = f": {pair.b.name}" if several else ""

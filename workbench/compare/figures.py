@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.compare import plots
+from workbench.compare import difference_plots, plots
 from workbench.compare.document import Figure, Figures
 from workbench.compare.numbers import decimals, write, write_interval
 from workbench.compare.results import Number, Results, Series
@@ -69,7 +69,7 @@ def _answer(comparison: Comparison, results: Results, folder: Path) -> list[Figu
         intervals = [None if one is None else one.interval for one in series.documents]
         counted = next((one.n for one in reversed(series.documents) if one), 0)
         between = f"95 % interval over {counted:,} documents, these two runs alone"
-        figure = plots.difference(
+        figure = difference_plots.difference(
             series.tokens,
             values,
             intervals,

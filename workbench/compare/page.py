@@ -30,8 +30,8 @@ h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; padding-top: .5rem;
 p, ul, figure, details, .scroll, pre, dl { margin: .75rem 0; }
 p, li, figcaption { max-width: 50rem; }
 ul { padding-left: 1.25rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; padding: .75rem 1rem;
-  background: var(--shade); border-left: 4px solid var(--ink); }
+dl { display: grid; grid-template-columns: fit-content(40%) minmax(0, 1fr); gap: .2rem 1rem;
+  padding: .75rem 1rem; background: var(--shade); border-left: 4px solid var(--ink); }
 dt { color: var(--soft); }
 dd { margin: 0; }
 code, pre { font: .875em/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono",
@@ -62,7 +62,28 @@ summary { cursor: pointer; color: var(--soft); }
   dl { gap: .2rem .75rem; padding: .5rem .75rem; }
   th, td { padding: .3rem .4rem; }
 }
-@media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } }
+@page { margin: 14mm 12mm; }
+@media print {
+  body { max-width: none; padding: 0; font-size: 10.5pt; line-height: 1.4; color: #000; }
+  h1 { font-size: 15pt; }
+  h2 { font-size: 12pt; margin: 1.2rem 0 .4rem; break-after: avoid; }
+  p, li { orphans: 3; widows: 3; }
+  figure, tr, dl, pre, li { break-inside: avoid; }
+  figure { max-width: 48%; }
+  figure:only-child { max-width: 75%; }
+  figure { --soft: #000; } dl, details { --soft: #333; }
+  dl, pre { background: none; border: 1px solid #999; border-left: 3px solid #000; }
+  .scroll { overflow: visible; }
+  table { font-size: 8pt; }
+  thead { display: table-header-group; }
+  th, td { padding: .15rem .4rem; overflow-wrap: anywhere; }
+  td { max-width: none; }
+  .short, .number, .badge { white-space: normal; }
+  .comparable, .flagged, .refused { color: #000; background: none; }
+  .refused { border-width: 2px; }
+}
+/* On paper nothing can be unfolded: what stands in folds is printed. */
+@media print { details::details-content { content-visibility: visible; block-size: auto; } }
 """
 
 # Of a part of another page, whose own colours stay: it may be dark.

@@ -37,7 +37,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#56B4E9", "linestyle": (0, (1, 1)), "marker": "x", "markersize": 5},
 )
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++")
-_GREY, _BAND = "#666666", "#BFBFBF"
+GREY, BAND = "#666666", "#BFBFBF"  # of the zero line, of an interval
 
 AXES = {"nll": "NLL (nats/token)", "bits_per_byte": "bits per byte"}
 TITLES = {
@@ -61,115 +61,9 @@ class Curve:
     high: Points | None = None
 
 
-_LONGEST_LABEL = 16  # characters of the part before the unit, in the height of a figure
-
-
-def difference(
-    tokens: Points,
-    values: Points,
-    intervals: Sequence[Interval | None],
-    *,
-    axis: str,
-    title: str,
-    between: str,
-    names: tuple[str, str] = ("A", "B"),
-    size: tuple[float, float] = WIDE,
-) -> Any:
-    """The difference of two arms over training with its interval and the zero line; beside it the
-    last point on a scale of its own, which the first ones, often much larger, would hide."""
-    figure = _figure(size)
-    alone = len(tokens) < 2
-    grid = figure.add_gridspec(1, 1 if alone else 2, width_ratios=[1] if alone else [3, 1])
-    axes = figure.add_subplot(grid[0])
-    _difference_over(axes, tokens, values, intervals, between)
-    axes.set_xlabel("tokens trained on")
-    # Two long names along the axis would run out of the figure; the title has the arms.
-    short = " - ".join(reversed(names))
-    axes.set_ylabel(f"{short if len(short) <= _LONGEST_LABEL else 'difference'}, {axis}")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    _tidy(axes)
-    axes.set_xlim(-0.03 * max(tokens), 1.03 * max(tokens))  # room for the bars of both ends
-    handles, labels = axes.get_legend_handles_labels()
-    if not alone:
-        last = figure.add_subplot(grid[1])
-        _difference_over(last, [0], values[-1:], intervals[-1:], between)
-        last.set_xlim(-1, 1)
-        last.set_xticks([0], [short_count(tokens[-1])])
-        last.set_title("last point", fontsize=9)
-        last.yaxis.tick_right()
-        _tidy(last, tokens=False)
-    figure.legend(handles, labels, loc="outside lower center", ncols=1, frameon=False, fontsize=9)
-    return figure
-
-
-def _difference_over(
-    axes: Any,
-    tokens: Points,
-    values: Points,
-    intervals: Sequence[Interval | None],
-    between: str,
-) -> None:
-    axes.axhline(0, color=_GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
-    known = [(at, one) for at, one in zip(tokens, intervals, strict=True) if one is not None]
-    if known:
-        places, ends = [at for at, _ in known], np.array([one for _, one in known])
-        axes.fill_between(places, ends[:, 0], ends[:, 1], color=_BAND, alpha=0.5, linewidth=0)
-        middle = ends.mean(axis=1)
-        half = np.ptp(ends, axis=1) / 2
-        style = {"ecolor": "black", "elinewidth": 1, "capsize": 3, "fmt": "none"}
-        axes.errorbar(places, middle, yerr=half, label=between, **style)
-    axes.plot(tokens, values, color="black", marker="o", markersize=5, label="difference")
-
-
-@dataclass(frozen=True)
-class Effect:
-    """The difference of one arm from the baseline; `each` is that of every paired seed."""
-
-    name: str
-    difference: float
-    seeds: Interval | None
-    documents: Interval | None
-    each: tuple[float, ...] = ()
-
-
-def effects(rows: Sequence[Effect], *, axis: str, title: str, level: str) -> Any:
-    """One row for each arm: its difference with both intervals, and the zero line."""
-    figure = _figure((WIDE[0], 1.9 + 0.5 * len(rows)))
-    axes = figure.add_subplot()
-    axes.axvline(0, color=_GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
-    for place, row in enumerate(rows):
-        first = place == 0
-        if row.documents is not None:
-            low, high = row.documents
-            look = {"height": 0.5, "facecolor": _BAND, "alpha": 0.7, "edgecolor": _GREY}
-            said = f"{level} interval over documents, these models alone"
-            axes.barh(place, high - low, left=low, label=said if first else None, **look)
-        if row.seeds is not None:
-            low, high = row.seeds
-            style = {"ecolor": "black", "elinewidth": 1.4, "capsize": 4, "fmt": "none"}
-            said = f"{level} interval over seeds"
-            half = [(high - low) / 2]
-            label = said if first else None
-            axes.errorbar([(low + high) / 2], [place], xerr=half, label=label, **style)
-        if row.each:
-            look = {"marker": "x", "color": "black", "s": 36, "linewidths": 1.4, "zorder": 3}
-            label = "a seed" if first else None
-            axes.scatter(row.each, [place] * len(row.each), label=label, **look)
-        label = "mean" if first else None
-        axes.plot([row.difference], [place], "o", color="#0072B2", markersize=7, label=label)
-    axes.set_yticks(range(len(rows)), [short(row.name, 30) for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel(axis)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    _tidy(axes, tokens=False)
-    axes.grid(visible=False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    return figure
-
-
 def curves(lines: Sequence[Curve], *, axis: str, title: str, limits: Interval | None = None) -> Any:
     """The curves of arms over training, each with its band where it has one."""
-    figure = _figure(HALF)
+    figure = figure_of(HALF)
     axes = figure.add_subplot()
     ends = []
     for line, style in zip(lines, _styles(len(lines)), strict=True):
@@ -187,7 +81,7 @@ def curves(lines: Sequence[Curve], *, axis: str, title: str, limits: Interval | 
     axes.set_xlabel("tokens trained on")
     axes.set_ylabel(axis)
     axes.set_title(title, loc="left")
-    _tidy(axes)
+    tidy(axes)
     _label_ends(axes, ends)
     columns = 1 if len(lines) <= 3 else 2
     figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
@@ -195,16 +89,23 @@ def curves(lines: Sequence[Curve], *, axis: str, title: str, limits: Interval | 
 
 
 def documents(
-    a: Floats, b: Floats, weight: Floats, interval: Interval | None, *, axis: str, title: str
+    a: Floats,
+    b: Floats,
+    weight: Floats,
+    interval: Interval | None,
+    *,
+    axis: str,
+    title: str,
+    level: str = "95 %",
 ) -> Any:
     """One circle for each document, its area by its length: what it costs A, and what B adds."""
-    figure = _figure(HALF)
+    figure = figure_of(HALF)
     axes = figure.add_subplot()
-    axes.axhline(0, color=_GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
+    axes.axhline(0, color=GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
     mean = float((b - a) @ weight / weight.sum())
     if interval is not None:
-        look = {"color": _BAND, "alpha": 0.5, "linewidth": 0}
-        axes.axhspan(*interval, label="its 95 % interval", **look)
+        look = {"color": BAND, "alpha": 0.5, "linewidth": 0}
+        axes.axhspan(*interval, label=f"its {level} interval", **look)
     axes.axhline(mean, color="black", linewidth=1.2, label="mean by length")
     area = 12 + 140 * weight / weight.max()
     look = {"facecolors": "#0072B255", "edgecolors": "black", "linewidths": 0.6}
@@ -212,7 +113,7 @@ def documents(
     axes.set_xlabel(f"A, {axis}")
     axes.set_ylabel(f"B - A, {axis}")
     axes.set_title(title, loc="left")
-    _tidy(axes, tokens=False)
+    tidy(axes, tokens=False)
     axes.locator_params(axis="x", nbins=6)
     legend = figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     for handle in legend.legend_handles:
@@ -231,7 +132,7 @@ def bars(
     title: str,
 ) -> Any:
     """One bar for each arm, from zero; `spans` are drawn over their ends."""
-    figure = _figure((HALF[0], 1.5 + 0.45 * len(labels)))
+    figure = figure_of((HALF[0], 1.5 + 0.45 * len(labels)))
     axes = figure.add_subplot()
     for row, (value, style) in enumerate(zip(values, _styles(len(labels)), strict=True)):
         look = {"facecolor": style["color"] + "55", "edgecolor": style["color"]}
@@ -262,7 +163,7 @@ def bars(
     axes.set_xlim(0, 1.4 * max(furthest))
     axes.set_xlabel(axis)
     axes.set_title(title, loc="left")
-    _tidy(axes, tokens=False)
+    tidy(axes, tokens=False)
     axes.grid(visible=False)
     return figure
 
@@ -270,7 +171,7 @@ def bars(
 def shares(layers: Sequence[int], found: Floats, *, title: str, highest: float) -> Any:
     """Shares [L, E] of routes as a map in grey, each written in its cell where there is room."""
     rows, experts = found.shape
-    figure = _figure((HALF[0], min(7.0, 1.3 + 0.3 * rows)))
+    figure = figure_of((HALF[0], min(7.0, 1.3 + 0.3 * rows)))
     axes = figure.add_subplot()
     image = axes.imshow(found * 100, cmap="Greys", vmin=0, vmax=highest * 100, aspect="auto")
     if experts <= 10 and rows <= 20:
@@ -298,7 +199,7 @@ def draw_run(metrics: Mapping[str, Sequence[float | None]], path: Path) -> bool:
     if not lines:
         return False
     with styled():
-        figure = _figure((6.4, 3.8))
+        figure = figure_of((6.4, 3.8))
         axes = figure.add_subplot()
         styles: tuple[dict[str, Any], ...] = ({"color": "#999999", "linewidth": 1}, *STYLES)
         for (name, (tokens, values)), style in zip(lines.items(), styles, strict=False):
@@ -306,7 +207,7 @@ def draw_run(metrics: Mapping[str, Sequence[float | None]], path: Path) -> bool:
         axes.set_xlabel("tokens trained on")
         axes.set_ylabel(AXES["nll"])
         axes.legend(frameon=False, fontsize=9)
-        _tidy(axes)
+        tidy(axes)
         save(figure, path)
     return True
 
@@ -349,7 +250,8 @@ def short(name: str, width: int = 40) -> str:
     return f"{clean[: width // 2 - 1]}…{clean[-width // 2 :]}"
 
 
-def _figure(size: tuple[float, float]) -> Any:
+def figure_of(size: tuple[float, float]) -> Any:
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     return Figure(figsize=size, layout="constrained")
@@ -367,7 +269,8 @@ def short_count(tokens: float) -> str:
     return str(EngFormatter(sep="")(float(short)))
 
 
-def _tidy(axes: Any, tokens: bool = True) -> None:
+def tidy(axes: Any, tokens: bool = True) -> None:
+    """The looks that all axes share; `tokens`: those along the axis are counts of tokens."""
     from matplotlib.ticker import EngFormatter
 
     if tokens:

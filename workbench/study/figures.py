@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from workbench.compare import plots
-from workbench.compare.arms import ArmPair
-from workbench.compare.details import routes_of
+from workbench.compare import difference_plots, plots
+from workbench.compare.arm_cost import cost_figures, route_figures
+from workbench.compare.arm_figures import seeds_of
+from workbench.compare.arms import Arm, ArmPair
 from workbench.compare.document import Figure, Figures
-from workbench.compare.measurements import RunData
 from workbench.compare.numbers import write, write_interval
 from workbench.study.outcome import StudyResult
+from workbench.study.sections import shared_digits
 
-_COSTS = (
-    ("tokens_per_s", "tokens/s", 1.0, "Throughput, runs sharing the machine", "throughput.png"),
-    ("peak_memory_bytes", "GB", 1e-9, "Peak memory", "memory.png"),
-)
-_PANEL = (4.6, 4.1)  # inches
-_HIGHEST_SHARE = 2.0  # times an equal share, from where on a map of routes is black
+_PANEL = (4.6, 4.3)  # inches
 
 
 def draw(outcome: StudyResult, folder: Path) -> dict[str, Figures]:
@@ -40,16 +36,27 @@ def draw(outcome: StudyResult, folder: Path) -> dict[str, Figures]:
             "answer": _answer(outcome, pairs, folder),
             "curves": _curves(outcome, pairs, folder),
             "documents": _documents(outcome, pairs, folder),
-            "cost": _cost(pairs, folder),
-            "routes": _routes(outcome, pairs, folder),
+            "cost": cost_figures(pairs, folder, shared=True),
+            "routes": route_figures(_arms(outcome, pairs), _at(outcome), folder),
         }
     return {place: Figures(tuple(drawn)) for place, drawn in found.items() if drawn}
+
+
+def _arms(outcome: StudyResult, pairs: list[ArmPair]) -> list[Arm]:
+    """The arms of the pairs, in the order of the plan."""
+    found = {arm.name: arm for pair in pairs for arm in (pair.a, pair.b)}
+    return [found[name] for name in outcome.arms if name in found]
+
+
+def _at(outcome: StudyResult) -> int | None:
+    return outcome.comparison.at if outcome.comparison else None
 
 
 def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Figure]:
     """The difference of every arm from the baseline at the point that decides."""
     rows = []
     contrasts = False
+    digits = shared_digits(outcome)
     for pair in pairs:
         assert pair.results is not None
         number = pair.results.numbers.get(outcome.metric)
@@ -66,14 +73,21 @@ def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         label = pair.b.name
         if pair.a.name != outcome.baseline:
             label, contrasts = f"{pair.b.name} - {pair.a.name}", True
-        rows.append(plots.Effect(label, number.difference, seeds, documents, tuple(each)))
+        written = (
+            write(outcome.metric, number.difference, digits, sign=True),
+            write_interval(seeds, digits) if seeds else "-",
+        )
+        row = difference_plots.Effect(
+            label, number.difference, seeds, documents, tuple(each), written
+        )
+        rows.append(row)
     if not rows:
         return []
     name, score = outcome.metric.rpartition("/")[0], outcome.metric.rpartition("/")[2]
     level = f"{100 * _level(pairs):.4g} %"
     minus = "difference" if contrasts else f"arm - {outcome.baseline}"
     further = ", and the contrasts as written" if contrasts else ""
-    figure = plots.effects(
+    figure = difference_plots.effects(
         rows,
         axis=f"{minus}, {plots.AXES.get(score, outcome.metric)}",
         title=f"{plots.TITLES.get(name, name)}\n"
@@ -82,14 +96,15 @@ def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         level=level,
     )
     said = "; ".join(
-        f"{row.name} {row.difference:+.4f}"
-        + (f", interval over seeds {write_interval(row.seeds)}" if row.seeds else "")
+        f"{row.name} {row.written[0]}"
+        + (f", interval over seeds {row.written[1]}" if row.seeds else "")
         for row in rows
     )
     alt = f"Difference of {outcome.metric} of every arm from {outcome.baseline}{further}: {said}."
     caption = (
         f"{outcome.metric} of every arm minus that of {outcome.baseline}{further}, with the"
-        f" {level} interval over seeds (line) and over documents (box); dots: single seeds."
+        f" {level} interval over seeds (line; an arrow where it goes on beyond the picture) and"
+        " over documents (box); crosses: single seeds."
     )
     return [Figure("answer.png", alt, caption, plots.save(figure, folder / "answer.png"))]
 
@@ -137,34 +152,44 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
             plots.save(figure, folder / "curves.png"),
         )
     )
+    digits = shared_digits(outcome)
     for index, pair in enumerate(pairs):
         assert pair.results is not None
         series = pair.results.series.get(metric)
         if series is None or not series.tokens:
             continue
         known = [at for at, tokens in enumerate(series.tokens) if tokens > 0]
-        intervals = [
-            None if not np.isfinite(series.interval[at]).all() else tuple(series.interval[at])
-            for at in known
+        intervals: list[plots.Interval | None] = [
+            (float(low), float(high)) if np.isfinite([low, high]).all() else None
+            for low, high in series.interval[known]
         ]
+        noise, end = seeds_of(pair, series), intervals[-1]
+        if noise is not None:
+            noise = replace(noise, each=noise.each[known])
         between = f"{100 * series.level:.4g} % interval over seeds"
-        figure = plots.difference(
+        figure = difference_plots.difference(
             [series.tokens[at] for at in known],
             [float(series.difference[at]) for at in known],
             intervals,
             axis=axis,
             title=f"{pair.b.name} against {pair.a.name}\nbelow zero: {pair.b.name} is better",
             between=between,
-            names=("baseline", "arm"),
+            names=(pair.a.name, pair.b.name),
             size=_PANEL,
+            seeds=noise,
+            last=write_interval(end, digits) if end else "",
         )
         file = f"difference-{index + 1}.png"
         last = float(series.difference[known[-1]])
         alt = (
-            f"Difference of {metric}, {pair.b.name} minus {pair.a.name}, over training: {last:+.4f}"
-            f" {series.unit} at {series.tokens[known[-1]]:,} tokens, the last point."
+            f"Difference of {metric}, {pair.b.name} minus {pair.a.name}, over training:"
+            f" {last:+.{digits}f} {series.unit} at {series.tokens[known[-1]]:,} tokens, the last"
+            f" point{f', {between} {write_interval(end, digits)}' if end else ''}."
         )
-        caption = f"{pair.b.name} - {pair.a.name} at every evaluation; bars: {between}."
+        caption = (
+            f"{pair.b.name} - {pair.a.name} at every evaluation; bars: {between}, pointwise; the"
+            " verdict is of the last point."
+        )
         found.append(Figure(file, alt, caption, plots.save(figure, folder / file)))
     return found
 
@@ -191,6 +216,7 @@ def _documents(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list
             number.documents.interval if number.documents else None,
             axis=plots.AXES.get(score, outcome.metric),
             title=f"A: {plots.short(pair.a.name, 18)}, B: {plots.short(pair.b.name, 18)}",
+            level=f"{100 * number.level:.4g} %",
         )
         change = b - a
         lower, higher = int((change < 0).sum()), int((change > 0).sum())
@@ -200,75 +226,5 @@ def _documents(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list
         )
         caption = f"Each document: below zero, {pair.b.name} predicts it better; means over seeds."
         file = f"documents-{index + 1}.png"
-        found.append(Figure(file, alt, caption, plots.save(figure, folder / file)))
-    return found
-
-
-def _cost(pairs: list[ArmPair], folder: Path) -> list[Figure]:
-    found = []
-    for name, axis, scale, title, file in _COSTS:
-        values: dict[str, tuple[float, ...]] = {}
-        for pair in pairs:
-            assert pair.results is not None
-            number = pair.results.numbers.get(name)
-            if number is None or number.blank:
-                continue
-            for arm, given in ((pair.a.name, number.a), (pair.b.name, number.b)):
-                known = tuple(one for one in given if one is not None and math.isfinite(one))
-                if known and len(known) == len(given):
-                    values.setdefault(arm, known)
-        if len(values) < 2:
-            continue
-        means = [math.fsum(one) / len(one) for one in values.values()]
-        unit = "" if name == "peak_memory_bytes" else f" {axis}"
-        said = [write(name, mean, size=max(means)) + unit for mean in means]
-        figure = plots.bars(
-            list(values),
-            [mean * scale for mean in means],
-            said,
-            [
-                (min(one) * scale, max(one) * scale) if len(one) > 1 else None
-                for one in values.values()
-            ],
-            axis=axis,
-            title=title,
-        )
-        told = "; ".join(f"{arm} {text}" for arm, text in zip(values, said, strict=True))
-        caption = "Mean over seeds; line: from the lowest seed to the highest."
-        found.append(Figure(file, f"{title}: {told}.", caption, plots.save(figure, folder / file)))
-    return found
-
-
-def _routes(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Figure]:
-    """The shares of routes of every arm with experts, of its first seed."""
-    at = outcome.comparison.at if outcome.comparison else None
-    if at is None:
-        return []
-    arms = {arm.name: arm for pair in pairs for arm in (pair.a, pair.b)}
-    maps = {}
-    for name, arm in arms.items():
-        run: RunData = arm.data[0]
-        routes = routes_of(run, at)
-        if routes is not None:
-            maps[name] = (routes, arm.seeds[0])
-    if not maps:
-        return []
-    highest = max(
-        [_HIGHEST_SHARE / one.shares.shape[1] for one, _ in maps.values()]
-        + [float(one.shares.max()) for one, _ in maps.values()]
-    )
-    found = []
-    for index, (name, (routes, seed)) in enumerate(maps.items()):
-        figure = plots.shares(
-            routes.layers, routes.shares, title=plots.short(name, 30), highest=min(1.0, highest)
-        )
-        experts = routes.shares.shape[1]
-        alt = (
-            f"Shares of routes of {name} by layer and expert; an equal share is"
-            f" {100 / experts:.3g} %, the largest is {routes.shares.max():.1%}, the smallest"
-            f" {routes.shares.min():.1%}."
-        )
-        caption = f"{name}, seed {seed}: routes of {routes.updates:,} logged updates."
-        file = f"routes-{index + 1}.png"
         found.append(Figure(file, alt, caption, plots.save(figure, folder / file)))
     return found

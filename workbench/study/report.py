@@ -100,6 +100,7 @@ def compose(
         ("Routes to the experts", "routes"),
     ):
         blocks += [Heading(heading), figures[place]] if place in figures else []
+        blocks += sections.evaluations(outcome) if place == "curves" else []
     for heading, section in (
         ("The plan and what happened", grounds.history(outcome)),
         ("Checklist", grounds.checklist(outcome)),

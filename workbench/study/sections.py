@@ -109,7 +109,7 @@ def arms(outcome: StudyResult) -> list[Block]:
     further: list[list[Cell]] = []
     single: list[list[Cell]] = []
     first = next((one.number for one in outcome.decisions if one.number is not None), None)
-    digits = max((_digits(one.number) for one in outcome.decisions if one.number), default=4)
+    digits = shared_digits(outcome)
     if first is not None:
         base = _mean(metric, first.a, digits)
         rows.append([outcome.baseline, base, "", "", "", "baseline"])
@@ -225,6 +225,30 @@ def numbers(outcome: StudyResult) -> list[Block]:
     return blocks
 
 
+def evaluations(outcome: StudyResult) -> list[Block]:
+    """The differences at every evaluation, with the ends of intervals that no figure may show."""
+    pairs: Sequence[ArmPair] = outcome.comparison.pairs if outcome.comparison else ()
+    digits = shared_digits(outcome)
+    rows: list[list[Cell]] = []
+    for pair in pairs:
+        series = pair.results.series.get(outcome.metric) if pair.results else None
+        if series is None or pair.verdict == "refused":
+            continue
+        base = pair.a.name == outcome.baseline
+        label = pair.b.name if base else f"{pair.b.name} - {pair.a.name}"
+        for at, value, ends in zip(series.tokens, series.difference, series.interval, strict=True):
+            low, high = map(float, ends)
+            known = math.isfinite(low)
+            change = write(outcome.metric, float(value), digits, sign=True)
+            written = write_interval((low, high), digits) if known else "-"
+            rows.append([label, f"{at:,}", change, written])
+    if not rows:
+        return []
+    head = ["arm", "tokens", "difference", "over seeds, pointwise"]
+    inside = (table(head, rows, numbers=3),)
+    return [Fold(f"Every difference in {outcome.metric} over training", inside)]
+
+
 _Values = tuple[tuple[float | None, ...], str]
 
 
@@ -263,6 +287,11 @@ def _mean(name: str, values: Sequence[float | None], digits: int) -> str:
 
 def _value(name: str, value: float | None) -> str:
     return write(name, value, _MOST)
+
+
+def shared_digits(outcome: StudyResult) -> int:
+    """Decimals in which the deciding number of all arms is written."""
+    return max((_digits(one.number) for one in outcome.decisions if one.number), default=4)
 
 
 def _digits(number: ArmNumber) -> int:
