@@ -33,6 +33,7 @@ def write_arm(
     shifts: dict[int, float],
     *,
     record: dict[str, Any] | None = None,
+    noise: int | None = None,
     **changes: Any,
 ) -> list[Path]:
     """The folders of an arm's runs.
@@ -40,6 +41,7 @@ def write_arm(
     Args:
         shifts: seed -> how much the NLL of its run is above that of a run with shift 0.
         record: fields of every run's record.
+        noise: draws what single documents cost; by default the seed does.
         changes: sections of every run's spec.
     """
     folders = []
@@ -51,7 +53,9 @@ def write_arm(
             points=points_of_seed(seed),
             **(record or {}),
         )
-        folders.append(write_run(home / run, made, shift=shift, seed=seed))
+        folders.append(
+            write_run(home / run, made, shift=shift, seed=seed if noise is None else noise)
+        )
     return folders
 
 

@@ -49,6 +49,7 @@ def test_a_report_opens_with_the_verdict(home: Path, tmp_path: Path) -> None:
     files = {path.name for path in comparison.report.iterdir()}
     assert files >= {"report.md", "report.html", "results.json", "difference-0-0.png"}
     assert files >= {"curves-0.png", "curves-train.png", "documents-0.png"}
+    assert files >= {"throughput.png", "memory.png"}
     markdown = (comparison.report / "report.md").read_text()
     order = [
         "# mha against gqa: comparable for nll",
@@ -61,6 +62,9 @@ def test_a_report_opens_with_the_verdict(home: Path, tmp_path: Path) -> None:
         "| held_out/nll ",
         "(documents-0.png)",
         "(curves-0.png)",
+        "## Throughput and memory",
+        "Throughput: gqa 1,500 tokens/s; mha 1,500 tokens/s.",
+        "Peak memory: gqa 3.60 GB; mha 3.60 GB.",
         "## What was chosen",
         "## Checklist",
         "## Held out",
@@ -114,6 +118,62 @@ def test_one_seed_says_what_it_does_not_cover(home: Path) -> None:
     assert "No winner is named between mha and gqa" in words
     assert "It says nothing about another seed" in words
     assert "better than" not in words
+
+
+def said_of(home: Path, a: str, b: str, **options: Any) -> str:
+    """What the terminal says of two arms, on one line."""
+    arms = {a: sorted(home.glob(f"{a}-s*")), b: sorted(home.glob(f"{b}-s*"))}
+    return " ".join(render_arms(compare_arms(arms, **options), power=True).split())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            {1: 0.0, 2: 0.01},
+            {1: 0.0, 2: 0.01},
+            "other and base have the same held_out/nll under every seed: nothing is to be told.",
+        ),
+        (
+            {1: 0.0, 2: 0.01},
+            {1: -0.02, 2: -0.01},
+            "No winner is named between other and base in held_out/nll: the difference is the same"
+            " under every seed, so that its noise is not known.",
+        ),
+    ],
+    ids=["all equal", "one difference"],
+)
+def test_seeds_without_a_spread_name_no_winner(
+    first: dict[int, float], second: dict[int, float], words: str, tmp_path: Path
+) -> None:
+    """A spread of zero is no certainty: with it even a difference of rounding would be certain."""
+    write_arm(tmp_path, "base", first)
+    write_arm(tmp_path, "other", second, **MHA)
+    said = said_of(tmp_path, "base", "other", treatment=["model"])
+    assert words in said
+    is_same = first == second
+    assert f"minus that of base is {'0.0000' if is_same else '-0.020000'} nats/token." in said
+    assert "It says nothing about another seed" in said
+    assert ("turn the sign" in said) is not is_same
+    for wrong in ("better than", "not distinguishable", "p =", "power", "nan", "inf"):
+        assert wrong not in said, wrong
+    arms = {name: sorted(tmp_path.glob(f"{name}-s*")) for name in ("base", "other")}
+    comparison = write_arms_report(compare_arms(arms, treatment=["model"]), tmp_path / "reports")
+    assert comparison.report is not None
+    text = (comparison.report / "report.md").read_text()
+    assert words.replace("_", "\\_") in text or words in text
+    (decided,) = json.loads((comparison.report / "results.json").read_text())["deciding"]
+    number = json.loads((comparison.report / "results.json").read_text())["results"][decided]
+    assert (number["winner"], number["seeds"]) == (None, None)
+
+
+def test_unpaired_seeds_without_a_spread_name_no_winner(tmp_path: Path) -> None:
+    """Two runs of one arm that were trained the same are one observation, whatever their seeds."""
+    for name, seeds, shift in (("base", (1, 2), 0.0), ("other", (3, 4), 0.1)):
+        write_arm(tmp_path, name, dict.fromkeys(seeds, shift), noise=1)
+    said = said_of(tmp_path, "base", "other", treatment=["seed"])
+    assert "the value is the same under every seed, so that its noise is not known" in said
+    assert "better than" not in said
 
 
 def test_power_is_said_when_asked(home: Path) -> None:

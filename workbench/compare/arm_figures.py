@@ -19,6 +19,7 @@ from workbench.compare.document import Figure, Figures
 from workbench.compare.numbers import write, write_interval
 from workbench.compare.stats import Floats
 
+_LARGE, _SMALL = (6.2, 4.3), (4.6, 4.3)  # inches
 _MOST_POINTS = 400  # of a training curve; each is then the mean of the steps that it stands for
 
 
@@ -71,6 +72,8 @@ def _answer(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> lis
         if not any(intervals) and number.documents is not None:
             intervals[-1] = number.documents.interval
             between = f"{level} interval over documents, these models held fixed"
+        # The answer first and large; a name in the title may be as long as that leaves room for.
+        size, width = (_LARGE, 40) if place == 0 else (_SMALL, 24)
         digits = digits_of(number)
         last = intervals[-1]
         figure = difference_plots.difference(
@@ -78,10 +81,10 @@ def _answer(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> lis
             series.difference.tolist(),
             intervals,
             axis=plots.AXES[score],
-            title=f"{_titled(name)}\nbelow zero: {plots.short(pair.b.name)} is lower",
+            title=f"{_titled(name)}\nbelow zero: {plots.short(pair.b.name, width)} is lower",
             between=between,
             names=(plots.short(pair.a.name, 16), plots.short(pair.b.name, 16)),
-            size=plots.WIDE if place == 0 else plots.HALF,
+            size=size,
             seeds=seeds_of(pair, series),
             last=write_interval(last, digits) if last else "",
         )

@@ -11,8 +11,6 @@ from workbench.compare.numbers import write, write_interval
 from workbench.compare.power import power_from
 from workbench.compare.seeds import SeedTest
 
-NO_SEEDS = "It says nothing about another seed, which may turn the sign: no winner is named, since"
-
 
 def title(comparison: ArmsComparison) -> str:
     """The arms and the verdict on each claim asked for; a refusal in capitals."""
@@ -64,6 +62,8 @@ def verdict_sentence(pair: ArmPair, name: str) -> str:
         return f"{better} is better than {worse} at this budget: its {name} is {way}."
     if number.seeds is not None:
         return f"{second} is not distinguishable from {first} in {name} at this budget."
+    if _is_same(number):
+        return f"{second} and {first} have the same {name} under every seed: nothing is to be told."
     return f"No winner is named between {second} and {first} in {name}: {number.no_seeds}."
 
 
@@ -105,7 +105,8 @@ def documents_sentence(pair: ArmPair, name: str) -> str:
         f" {_level(number.level)} interval is {interval}."
     )
     if number.seeds is None:
-        return f"{said} {NO_SEEDS} {number.no_seeds}."
+        turn = "" if _is_same(number) else ", which may turn the sign"
+        return f"{said} It says nothing about another seed{turn}."
     return f"{said} That one says nothing about another seed."
 
 
@@ -197,6 +198,11 @@ def _seeds(test: SeedTest) -> str:
 def _interval(name: str, test: SeedTest, digits: int) -> str:
     low, high = (write(name, end, digits, sign=True) for end in test.interval)
     return f"[{low}, {high}]"
+
+
+def _is_same(number: ArmNumber) -> bool:
+    """Whether two arms of several seeds have the same value under each of them."""
+    return len(number.a) > 1 and number.a == number.b and None not in number.a
 
 
 def _level(level: float) -> str:

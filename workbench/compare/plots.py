@@ -132,7 +132,8 @@ def bars(
     title: str,
 ) -> Any:
     """One bar for each arm, from zero; `spans` are drawn over their ends."""
-    figure = figure_of((HALF[0], 1.5 + 0.45 * len(labels)))
+    names = [short(label, 24) for label in labels]
+    figure = figure_of((HALF[0] + 0.06 * max(map(len, names)) - 0.5, 1.5 + 0.45 * len(labels)))
     axes = figure.add_subplot()
     for row, (value, style) in enumerate(zip(values, _styles(len(labels)), strict=True)):
         look = {"facecolor": style["color"] + "55", "edgecolor": style["color"]}
@@ -158,9 +159,9 @@ def bars(
             textcoords="offset points",
             va="center",
         )
-    axes.set_yticks(range(len(labels)), [short(label, 24) for label in labels])
+    axes.set_yticks(range(len(labels)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.4 * max(furthest))
+    axes.set_xlim(0, 1.5 * max(furthest))  # room for what is written beside the bars
     axes.set_xlabel(axis)
     axes.set_title(title, loc="left")
     tidy(axes, tokens=False)

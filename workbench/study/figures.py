@@ -109,6 +109,10 @@ def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
     return [Figure("answer.png", alt, caption, plots.save(figure, folder / "answer.png"))]
 
 
+def _short(arm: Arm) -> str:
+    return plots.short(arm.name, 22)
+
+
 def _level(pairs: list[ArmPair]) -> float:
     results = [pair.results for pair in pairs if pair.results is not None]
     return next((n.level for one in results for n in one.numbers.values()), 0.95)
@@ -167,12 +171,13 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
         if noise is not None:
             noise = replace(noise, each=noise.each[known])
         between = f"{100 * series.level:.4g} % interval over seeds"
+        arm = _short(pair.b)
         figure = difference_plots.difference(
             [series.tokens[at] for at in known],
             [float(series.difference[at]) for at in known],
             intervals,
             axis=axis,
-            title=f"{pair.b.name} against {pair.a.name}\nbelow zero: {pair.b.name} is better",
+            title=f"{arm} against {_short(pair.a)}\nbelow zero: {arm} is better",
             between=between,
             names=(pair.a.name, pair.b.name),
             size=_PANEL,
