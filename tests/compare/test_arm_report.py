@@ -8,12 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from fake_arms import write_arm
+from pyarrow import parquet
 
 from workbench.arms_command import ArmsRequest, single_pair, tuning_runs, with_several
 from workbench.commands import call
 from workbench.compare import compare_arms, render_arms, write_arms_report
+from workbench.compare.arm_figures import draw
 from workbench.compare.arm_report import render_arms_markdown
 from workbench.compare.arm_tidy import tidy_arms_csv
 from workbench.errors import UserError
@@ -174,6 +177,41 @@ def test_unpaired_seeds_without_a_spread_name_no_winner(tmp_path: Path) -> None:
     said = said_of(tmp_path, "base", "other", treatment=["seed"])
     assert "the value is the same under every seed, so that its noise is not known" in said
     assert "better than" not in said
+
+
+def write_routes(folder: Path, counts: list[list[float]]) -> None:
+    """The telemetry of one update: how many routes reached each expert of each layer."""
+    rows = [
+        {"step": 10, "tokens": 81_920, "layer": layer, "expert": expert, "metric": "route_count"}
+        | {"value": value}
+        for layer, experts in enumerate(counts)
+        for expert, value in enumerate(experts)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "telemetry.parquet")
+
+
+def test_what_arms_cost_and_where_their_routes_go(tmp_path: Path) -> None:
+    """A refused number has no bar; arms without experts have no map."""
+    base = write_arm(tmp_path, "base", {1: 0.0, 2: 0.01})
+    other = write_arm(tmp_path, "other", {1: 0.0, 2: 0.02}, telemetry={"log_steps": 5}, **MHA)
+    third = write_arm(tmp_path, "third", {1: 0.0, 2: 0.03}, **MHA)
+    write_routes(other[0], [[30.0, 10.0], [20.0, 20.0]])
+    write_routes(third[0], [[25.0, 15.0], [20.0, 20.0]])
+    comparison = compare_arms({"base": base, "other": other, "third": third}, treatment=["model"])
+    assert comparison.pairs[0].judgement.claims["throughput"] == "refused"
+    drawn = draw(comparison, tmp_path)
+    speed, memory = drawn["cost"].figures
+    assert speed.alt == "Throughput: base 1,500 tokens/s; third 1,500 tokens/s."
+    assert memory.alt == "Peak memory: base 3.60 GB; other 3.60 GB; third 3.60 GB."
+    first, second = drawn["routes"].figures
+    assert "Shares of routes of other by layer and expert; an equal share is 50 %" in first.alt
+    assert "the largest is 75.0%, the smallest 25.0%" in first.alt
+    assert second.caption == "third, seed 1: routes of 1 logged update."
+    both = compare_arms({"base": base, "other": other}, treatment=["model"])
+    folder = tmp_path / "both"
+    folder.mkdir()
+    assert [one.file for one in draw(both, folder)["cost"].figures] == ["memory.png"]
+    assert not (folder / "throughput.png").exists()
 
 
 def test_power_is_said_when_asked(home: Path) -> None:

@@ -88,13 +88,15 @@ def route_figures(arms: Sequence[Arm], at: int | None, folder: Path) -> list[Fig
     for index, (arm, routes) in enumerate(known):
         title = plots.short(arm.name, 30)
         figure = plots.shares(routes.layers, routes.shares, title=title, highest=min(1.0, highest))
-        experts = routes.shares.shape[1]
+        experts, plural = routes.shares.shape[1], "s" * (routes.updates != 1)
         alt = (
             f"Shares of routes of {arm.name} by layer and expert; an equal share is"
             f" {100 / experts:.3g} %, the largest is {routes.shares.max():.1%}, the smallest"
             f" {routes.shares.min():.1%}."
         )
-        caption = f"{arm.name}, seed {arm.seeds[0]}: routes of {routes.updates:,} logged updates."
+        caption = (
+            f"{arm.name}, seed {arm.seeds[0]}: routes of {routes.updates:,} logged update{plural}."
+        )
         file = f"routes-{index + 1}.png"
         found.append(Figure(file, alt, caption, plots.save(figure, folder / file)))
     return found
