@@ -260,26 +260,30 @@ def bench(
 def plan(
     specs: Annotated[
         list[str],
-        typer.Argument(metavar="SPEC...", help="Run specs (YAML), and KEY=VALUE laid over each."),
+        typer.Argument(
+            metavar="SPEC...",
+            help="Run specs or cluster plans (YAML), and KEY=VALUE laid over each.",
+        ),
     ],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Count parameters, FLOPs, tokens, memory, disk and time of runs, building no model."""
-    from workbench.plan import plan as count
-    from workbench.plan import render
-    from workbench.spec.load import load_spec
-    from workbench.track.store import Store
+    """Count parameters, FLOPs, tokens, memory, disk and time of runs, building no model.
+
+    A cluster plan (sections model, parallel, run) is checked, and never launched.
+    """
+    from workbench.plan_files import plan_file
 
     # A file is a file, whatever its name has in it.
     overrides = [text for text in specs if "=" in text and not Path(text).exists()]
     paths = [Path(text) for text in specs if text not in overrides]
     if not paths:
         raise UserError.at("command line", "no spec is named, only overrides", specs[0])
-    plans = [count(load_spec(path, overrides), Store()) for path in paths]
+    planned = [plan_file(path, overrides) for path in paths]
     if as_json:
+        plans = [document for document, _ in planned]
         return Answer(plans[0] if len(plans) == 1 else {"plans": plans})
-    return Answer("\n\n".join(map(render, plans)))
+    return Answer("\n\n".join(page for _, page in planned))
 
 
 def _program() -> str:

@@ -22,9 +22,9 @@ from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
 from workbench.core.footprint import (
     TILE_TOKENS,
+    Activations,
     Footprint,
     Matmul,
-    _Activations,
     checkpoint_bytes,
     footprint,
     loss_bytes,
@@ -96,14 +96,14 @@ def kept_by(model: Transformer) -> int:
 def test_activations_are_what_autograd_keeps(kind: str, matmul: Matmul) -> None:
     spec = model_spec(**MODELS[kind])
     model = build_model(spec, VOCABULARY, 0, PRECISIONS[matmul])
-    assert _Activations(spec, BATCH * LENGTH, matmul).kept(checkpointed=False) == kept_by(model)
+    assert Activations(spec, BATCH * LENGTH, matmul).kept(checkpointed=False) == kept_by(model)
 
 
 @pytest.mark.parametrize("matmul", PRECISIONS)
 def test_checkpointed_blocks_keep_their_input_and_the_inside_of_one(matmul: Matmul) -> None:
     spec = model_spec(**ROUTED)
     model = build_model(spec, VOCABULARY, 0, PRECISIONS[matmul], grad_checkpointing=True)
-    predicted = _Activations(spec, BATCH * LENGTH, matmul)
+    predicted = Activations(spec, BATCH * LENGTH, matmul)
     assert predicted.kept(checkpointed=True) == kept_by(model) + predicted.block()
 
 

@@ -106,8 +106,8 @@ def footprint(spec: RunSpec, vocab_size: int, matmul: Matmul) -> Footprint:
     total = FLOAT * sum(one.size for one in parameters)
     rotary = 2 * FLOAT * spec.model.max_position_embeddings * (spec.model.head_dim // 2)
     tokens = spec.micro_batch_size * training.seq_len
-    model = _Activations(spec.model, tokens, matmul)
-    heap = _Activations(spec.model, tokens, matmul, below=MAPPED_BYTES)
+    model = Activations(spec.model, tokens, matmul)
+    heap = Activations(spec.model, tokens, matmul, below=MAPPED_BYTES)
     in_holes = sum(FLOAT * one.size for one in parameters if one.kind != "vocabulary")
     in_holes += model.temporaries()
     return Footprint(
@@ -199,24 +199,34 @@ def loss_bytes(spec: RunSpec, vocab_size: int, matmul: Matmul) -> int:
     return scratch + statistics + gradient
 
 
-class _Activations:
+class Activations:
     """Bytes that a forward pass leaves for the backward pass, by part of the model.
 
     Activations have `c` bytes. Operands of products have `m`: the activation itself in float32, its
     rounded value in a `native` bf16 run, and in an `upcast` one a float32 copy of that for every
     product. A bf16 run also keeps the copies of the weights that it multiplied by.
 
-    Only tensors smaller than `below` bytes are counted.
+    Only tensors smaller than `below` bytes are counted. `copies` says whether the rounded copies of
+    the weights are among them; `head_dim` is that of the model, where `spec` holds a part of its
+    heads.
     """
 
     def __init__(
-        self, spec: ModelSpec, tokens: int, matmul: Matmul, below: float = math.inf
+        self,
+        spec: ModelSpec,
+        tokens: int,
+        matmul: Matmul,
+        below: float = math.inf,
+        *,
+        copies: bool = True,
+        head_dim: int | None = None,
     ) -> None:
         self.spec, self.tokens, self.matmul, self.below = spec, tokens, matmul, below
+        self.copies, self.head_dim = copies, head_dim or spec.head_dim
         self.c = FLOAT if matmul == "float32" else FLOAT // 2
         self.m = FLOAT // 2 if matmul == "native" else FLOAT
-        self.query = spec.num_attention_heads * spec.head_dim
-        self.key = spec.num_key_value_heads * spec.head_dim
+        self.query = spec.num_attention_heads * self.head_dim
+        self.key = spec.num_key_value_heads * self.head_dim
 
     def kept(self, checkpointed: bool) -> int:
         """The whole model's. Checkpointed, a block keeps its input alone, and is computed again
@@ -313,7 +323,9 @@ class _Activations:
 
     def _weight(self, size: int) -> int:
         """The copy of a weight that a product takes."""
-        return 0 if self.matmul == "float32" else self._tensor(self.m * size)
+        if self.matmul == "float32" or not self.copies:
+            return 0
+        return self._tensor(self.m * size)
 
     def _rows(self, width: int, size: int) -> int:
         """A tensor [T, width] of entries of `size` bytes."""

@@ -66,9 +66,18 @@ def load_spec(path: Path, overrides: list[str] | None = None) -> RunSpec:
             path, the value and what is allowed.
     """
     source = read_source(path)
+    if is_cluster_plan(source.values):
+        message = "this is a cluster plan: wb plan checks it, and nothing here launches it"
+        raise UserError.at(str(path), message, None, "a run spec")
     source.values.setdefault("name", path.stem)
     apply_overrides(source, overrides or [])
     return validate(source)
+
+
+def is_cluster_plan(values: Mapping[str, Any]) -> bool:
+    """Whether a file's values are those of a cluster plan, right or wrong: its sections `parallel`
+    and `run` are no run spec's."""
+    return "parallel" in values or ("run" in values and "data" not in values)
 
 
 def apply_overrides(source: Source, overrides: list[str]) -> None:
@@ -144,7 +153,7 @@ def validate(source: Source) -> RunSpec:
     Raises:
         UserError: with every fault found.
     """
-    return validate_as(RunSpec, _without_nulls(source.values), source)
+    return validate_as(RunSpec, without_nulls(source.values), source)
 
 
 def validate_as(model: type[Model], given: dict[str, Any], source: Source) -> Model:
@@ -299,9 +308,10 @@ def anchor(
                 raise UserError.at(place, "this user has no home folder", holder[key]) from None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """A tree of mappings without the keys that are null, that is, not given."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return value
 
 
