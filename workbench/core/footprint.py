@@ -8,8 +8,8 @@ It follows the code that it predicts, as it runs on a CPU: which tensors autogra
 backward pass (`Transformer`), where the gradient of the head goes (`Workspace`), which tiles the
 loss works in (`_Tiles`), what the optimizers remember. Tests compare each part with what the model,
 the optimizers and the loss really hold, and the sum with the peak of real processes. Kernels of
-other devices keep less in places (a fused norm has no product to keep), and a compiled block keeps
-what its compiler chooses: there it is a close upper bound.
+other devices keep less in places (a fused norm has no product to keep): there it is a close upper
+bound.
 
 Torch is not imported.
 """
@@ -74,7 +74,7 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """The most that is resident, from the second update on.
+        """The most that is resident, from the third update on.
 
         The sum of all: it is reached when the last block's backward pass begins. Gradients of the
         blocks are not alive then (but for accumulation), yet their memory is taken: the process
@@ -106,8 +106,9 @@ def footprint(spec: RunSpec, vocab_size: int, matmul: Matmul) -> Footprint:
     total = FLOAT * sum(one.size for one in parameters)
     rotary = 2 * FLOAT * spec.model.max_position_embeddings * (spec.model.head_dim // 2)
     tokens = spec.micro_batch_size * training.seq_len
-    model = Activations(spec.model, tokens, matmul)
-    heap = Activations(spec.model, tokens, matmul, below=MAPPED_BYTES)
+    compiled = training.compile_mode is not None
+    model = Activations(spec.model, tokens, matmul, compiled=compiled)
+    heap = Activations(spec.model, tokens, matmul, compiled=compiled, below=MAPPED_BYTES)
     in_holes = sum(FLOAT * one.size for one in parameters if one.kind != "vocabulary")
     in_holes += model.temporaries()
     return Footprint(
@@ -206,6 +207,9 @@ class Activations:
     rounded value in a `native` bf16 run, and in an `upcast` one a float32 copy of that for every
     product. A bf16 run also keeps the copies of the weights that it multiplied by.
 
+    A `compiled` block computes elementwise results again in its backward pass rather than keep
+    them, and keeps one copy of what several products take (torch 2.13).
+
     Only tensors smaller than `below` bytes are counted. `copies` says whether the rounded copies of
     the weights are among them; `head_dim` is that of the model, where `spec` holds a part of its
     heads.
@@ -216,13 +220,15 @@ class Activations:
         spec: ModelSpec,
         tokens: int,
         matmul: Matmul,
-        below: float = math.inf,
         *,
+        compiled: bool = False,
+        below: float = math.inf,
         copies: bool = True,
         head_dim: int | None = None,
     ) -> None:
-        self.spec, self.tokens, self.matmul, self.below = spec, tokens, matmul, below
-        self.copies, self.head_dim = copies, head_dim or spec.head_dim
+        self.spec, self.tokens, self.matmul = spec, tokens, matmul
+        self.compiled, self.below, self.copies = compiled, below, copies
+        self.head_dim = head_dim or spec.head_dim
         self.c = FLOAT if matmul == "float32" else FLOAT // 2
         self.m = FLOAT // 2 if matmul == "native" else FLOAT
         self.query = spec.num_attention_heads * self.head_dim
@@ -232,7 +238,7 @@ class Activations:
         """The whole model's. Checkpointed, a block keeps its input alone, and is computed again
         when its turn comes, so that the inside of one block is there at a time."""
         layers, stream = self.spec.num_hidden_layers, self._rows(self.spec.hidden_size, self.c)
-        ends = self._rows(1, INDEX) + self._norm(self.spec.hidden_size, 1) + stream
+        ends = self._rows(1, INDEX) + self._norm_alone(self.spec.hidden_size, 1) + stream
         if checkpointed:
             return ends + layers * stream + self.block()
         return ends + layers * self.block()
@@ -276,36 +282,55 @@ class Activations:
         """The routed path, and the operand that all paths share."""
         spec, hidden, width = self.spec, self.spec.hidden_size, self.spec.intermediate_size
         assert spec.num_experts
-        assert spec.top_k
         found = self._operand(hidden, products=2) + self._swiglu(width)
-        found += self._rows(spec.num_experts, FLOAT)  # what each expert counts for
         if self.matmul == "float32" and spec.num_experts > 1:
             # The stacks of two factors, laid side by side.
             found += 2 * self._tensor(FLOAT * width * hidden)
-        if spec.mlp_type == "learned_router":
-            # The unweighted activation, probabilities, the chosen ones' indices, sum and values.
-            found += self._rows(width, self.c) + self._rows(spec.num_experts, FLOAT)
-            found += self._rows(spec.top_k, INDEX)
-            if spec.top_k > 1:
-                found += self._rows(1, FLOAT) + self._rows(spec.top_k, FLOAT)
-            if self.matmul != "float32":
-                found += self._rows(hidden, FLOAT)
+        return found + (self._router() if spec.mlp_type == "learned_router" else self._routes())
+
+    def _routes(self) -> int:
+        """What each expert counts for; compiled, it is found again from the routes of each token,
+        of which one expert alone leaves a yes or no."""
+        assert self.spec.num_experts
+        assert self.spec.top_k
+        if not self.compiled:
+            return self._rows(self.spec.num_experts, FLOAT)
+        return self._rows(self.spec.top_k, ROUTE if self.spec.num_experts > 1 else 1)
+
+    def _router(self) -> int:
+        """What each expert counts for, probabilities, the chosen ones' indices, sum and values."""
+        spec = self.spec
+        assert spec.num_experts
+        assert spec.top_k
+        found = 2 * self._rows(spec.num_experts, FLOAT) + self._rows(spec.top_k, INDEX)
+        if spec.top_k > 1:
+            found += self._rows(1, FLOAT) + self._rows(spec.top_k, FLOAT)
+        if self.compiled:
+            found += self._rows(spec.num_experts, FLOAT)  # scores
+        else:
+            found += self._rows(spec.intermediate_size, self.c)  # the unweighted activation
+        if self.matmul == "native" or (self.matmul == "upcast" and not self.compiled):
+            found += self._rows(spec.hidden_size, FLOAT)  # it takes float32
         return found
 
     def _shared(self) -> int:
         spec = self.spec
         if not spec.shared_intermediate_size:
             return 0
+        copied = self.matmul == "upcast" and not self.compiled
         if 0 < (spec.shared_expert_chunk_tokens or 0) < self.tokens:
             # The chunks keep their input, which elsewhere is an operand already.
-            return self._rows(spec.hidden_size, self.c) if self.matmul == "upcast" else 0
-        copies = self._operand(spec.hidden_size, products=2) if self.matmul == "upcast" else 0
+            return self._rows(spec.hidden_size, self.c) if copied else 0
+        copies = self._operand(spec.hidden_size, products=2) if copied else 0
         return copies + self._swiglu(spec.shared_intermediate_size)
 
     def _gates(self) -> int:
-        """What both paths add, as float32, and the gates that multiply it."""
+        """What both paths add, as float32 where nothing is compiled, and the gates that multiply
+        it."""
         if not (self.spec.learn_shared_routed_gates and self.spec.shared_intermediate_size):
             return 0
+        if self.compiled:
+            return 2 * self._rows(self.spec.hidden_size, self.c)
         return 2 * self._rows(self.spec.hidden_size, FLOAT) + 2 * FLOAT
 
     def _swiglu(self, width: int) -> int:
@@ -314,12 +339,19 @@ class Activations:
         return factors + self._rows(width, self.m) + 3 * self._weight(width * self.spec.hidden_size)
 
     def _norm(self, width: int, rows: int) -> int:
-        """The float32 input, the input over its root mean square, and one over that, per row."""
+        """The input and one over its root mean square, per row."""
+        if not self.compiled:
+            return self._norm_alone(width, rows)
+        return self._rows(width, self.c) + self._rows(rows, FLOAT)
+
+    def _norm_alone(self, width: int, rows: int) -> int:
+        """The input as float32, the same over its root mean square, and one over that, per row."""
         return 2 * self._rows(width, FLOAT) + self._rows(rows, FLOAT)
 
     def _operand(self, width: int, products: int) -> int:
         """An activation that is multiplied by several weights."""
-        return self._rows(width, self.m) * (products if self.matmul == "upcast" else 1)
+        copies = products if self.matmul == "upcast" and not self.compiled else 1
+        return self._rows(width, self.m) * copies
 
     def _weight(self, size: int) -> int:
         """The copy of a weight that a product takes."""

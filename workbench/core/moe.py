@@ -133,10 +133,11 @@ class RoutedFeedForward(nn.Module):
 
     def shared(self, x: Tensor) -> Tensor:
         """The path of every token, in chunks of `chunk_tokens` (0: in one go), [B, S, H]."""
-        if not self.chunk_tokens:
+        tokens = x.shape[0] * x.shape[1]
+        if not 0 < self.chunk_tokens < tokens:
             return self._shared(x)
         chunks = torch.split(x.flatten(0, 1), self.chunk_tokens)
-        if len(chunks) > 1 and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             # Computed again in the backward pass: kept for it, the activations of all chunks would
             # be as large as those of one pass, and with each chunk came its own rounded weights.
             outputs = [
