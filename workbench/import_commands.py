@@ -6,11 +6,14 @@ Everything heavy is imported inside the command that needs it, as in `commands`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workbench.answers import Answer, AsJson, Debug
+
+if TYPE_CHECKING:
+    from workbench.importing.draft import Draft
 
 app = typer.Typer(
     name="import",
@@ -43,6 +46,72 @@ def complexity(
 
     kept = keep(read_complexity(folder, name), Store())
     return Answer(kept.to_json() if as_json else render(kept))
+
+
+MapOption = Annotated[
+    Path, typer.Option("--map", metavar="FILE", help="What their names mean here (YAML).")
+]
+Runs = Annotated[
+    list[str] | None, typer.Option("--run", help="Only this run of there. Repeatable.")
+]
+
+
+@app.command("csv")
+def table(
+    file: Annotated[Path, typer.Argument(help="A table with a row for each logged step.")],
+    mapping: MapOption,
+    run: Runs = None,
+    name: Name = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Bring in runs from a table that another tracker exported.
+
+    Example: wb import csv history.csv --map history.map.yaml
+    """
+    from workbench.importing.csv_runs import read_csv
+
+    return _keep_all(read_csv(file, mapping, run, name), as_json)
+
+
+@app.command("mlflow")
+def logged(
+    experiment: Annotated[str, typer.Argument(help="The name or id of an experiment.")],
+    mapping: MapOption,
+    uri: Annotated[
+        str | None,
+        typer.Option(help="A server, a database or a folder; default: MLFLOW_TRACKING_URI."),
+    ] = None,
+    run: Runs = None,
+    name: Name = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Answer:
+    """Bring in runs that another trainer logged to MLflow.
+
+    Example: wb import mlflow my-experiment --uri http://host:5000 --map theirs.map.yaml
+    """
+    from workbench.importing.mlflow_runs import read_mlflow
+    from workbench.track.feeder import tracking_address
+    from workbench.track.store import Store
+
+    return _keep_all(
+        read_mlflow(experiment, tracking_address(uri, Store()), mapping, run, name), as_json
+    )
+
+
+def _keep_all(drafts: list[Draft], as_json: bool) -> Answer:
+    """Puts runs into the store; none of them where the name of one is taken."""
+    from workbench.importing.draft import keep, render, require_free
+    from workbench.track.store import Store
+
+    store = Store()
+    for draft in drafts:
+        require_free(draft.name, store)
+    kept = [keep(draft, store) for draft in drafts]
+    if as_json:
+        return Answer({"runs": [one.to_json() for one in kept]})
+    return Answer("\n".join(map(render, kept)))
 
 
 @app.command()

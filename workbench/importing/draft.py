@@ -33,12 +33,14 @@ class Draft:
 
     `spec` holds the known settings by section; a setting that does not apply is None there, one
     that is not known is left out. `rows` are the metrics, each with `step` and `tokens`, in the
-    order of the steps; `evaluated` the steps at which an evaluation set was measured.
+    order of the steps; `evaluated` the steps at which an evaluation set was measured. `identity` is
+    what tells the run from all others where it comes from; without it, its content does.
     """
 
     name: str
     importer: Importer
     source: str
+    identity: str | None = None
     status: Status = "UNKNOWN"
     started: str | None = None
     ended: str | None = None
@@ -113,9 +115,7 @@ def keep(draft: Draft, store: Store) -> ImportedRun:
         UserError: a run of this name exists, or what was imported contradicts itself.
         StoreError: the store cannot be written.
     """
-    final = store.path_of(draft.name)
-    if final.exists():  # says whose it is; an abandoned folder is cleared away
-        store.discard_run(store.create_run(draft.name))
+    final = require_free(draft.name, store)
     temporary = store.home / f".import-{uuid.uuid4().hex[:12]}"
     with storing(store.home):
         store.runs.mkdir(parents=True, exist_ok=True)
@@ -141,6 +141,18 @@ def keep(draft: Draft, store: Store) -> ImportedRun:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return ImportedRun(record, final, fidelity(record))
+
+
+def require_free(name: str, store: Store) -> Path:
+    """The folder that a run of this name may have.
+
+    Raises:
+        UserError: it is no name, or a run has it.
+    """
+    final = store.path_of(name)
+    if final.exists():  # says whose it is; an abandoned folder is cleared away
+        store.discard_run(store.create_run(name))
+    return final
 
 
 def fidelity(record: RunRecord) -> Fidelity:
@@ -180,10 +192,11 @@ def _record(draft: Draft, files: Mapping[str, str]) -> RunRecord:
         if (tokens := rows[step].get("tokens")) is not None
     ]
     reached = [row["tokens"] for row in draft.rows if row.get("tokens") is not None]
-    identity = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
+    told_by = draft.identity or repr(sorted(files.items()))
+    identity = hashlib.sha256(told_by.encode()).hexdigest()
     return RunRecord.model_validate(
         {
-            # Of its content, so that the same run imported twice is the same run.
+            # Of where it comes from, so that the same run imported twice is the same run.
             "id": identity[:32],
             "name": draft.name,
             "status": draft.status,

@@ -250,10 +250,18 @@ def _construct(node: yaml.Node | None, path: str, file: str, places: dict[str, s
 
 
 def _scalar(node: yaml.ScalarNode, where: str) -> Any:
-    text = node.value
-    _require_text(text, where)
+    _require_text(node.value, where)
     if node.style in ("'", '"', "|", ">"):
-        return text
+        return node.value
+    return plain_value(node.value, where)
+
+
+def plain_value(text: str, where: str) -> Any:
+    """What an unquoted word stands for: null, a boolean, a number, or the word itself.
+
+    Raises:
+        UserError: a number of too many digits; it names `where`.
+    """
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):

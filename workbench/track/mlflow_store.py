@@ -20,8 +20,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
 from workbench.track import parents
@@ -29,6 +27,7 @@ from workbench.track.comparisons import comparison_tags, report_files
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.file_lock import exclusive
 from workbench.track.journal import Row, Tail
+from workbench.track.position import POSITION, Position, read_position
 from workbench.track.provenance import redact
 from workbench.track.record import RunRecord, read_record, write_json
 from workbench.track.store import METRICS, RECORD, Store, effective_status
@@ -36,7 +35,6 @@ from workbench.track.store import METRICS, RECORD, Store, effective_status
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-POSITION = "mlflow.json"
 _LOCK = ".mlflow.lock"
 _ASIDE = ".mlflow-new-"
 _METRICS_PER_CALL = 1000
@@ -46,23 +44,6 @@ HEARTBEAT_TAG = "workbench.heartbeat"
 
 # Beside the record and the metrics, these files of a run folder are sent when it has ended.
 _ARTIFACTS = ("*.parquet", "*/*.parquet", "*.diff")
-
-
-class Position(BaseModel):
-    """What of a run is known to be in MLflow."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    uri: str
-    experiment_id: str
-    run_id: str
-    last_step: int = -1
-    params: bool = False
-    tags_sha256: str | None = None
-    datasets: list[str] = []
-    additions: list[str] = []
-    artifacts: dict[str, str] = {}
-    status: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +74,18 @@ def connect(uri: str | None, store: Store, experiment: str) -> Target:
     with store_database(store) if address == store.tracking_uri else contextlib.nullcontext():
         client = MlflowClient(address)
         return Target(client, _experiment(client, address, store, experiment), redact(address))
+
+
+def open_client(address: str) -> MlflowClient:
+    """A client that reads what is at an address; nothing is made there.
+
+    Raises:
+        mlflow.exceptions.MlflowException and others: it cannot be used.
+    """
+    _before_import()
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(address)
 
 
 def _is_database(address: str) -> bool:
@@ -159,14 +152,6 @@ def _create_database(store: Store) -> None:
             finally:
                 os.close(handle)
             new.replace(store.database)
-
-
-def read_position(folder: Path) -> Position | None:
-    """What was noted in the run folder; None where nothing (readable) was."""
-    try:
-        return Position.model_validate_json((folder / POSITION).read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 class Feed:
@@ -443,4 +428,4 @@ def _experiment(client: MlflowClient, address: str, store: Store, name: str) -> 
     return str(found.experiment_id)
 
 
-__all__ = ["Feed", "MlflowTracker", "Position", "Target", "connect", "read_position"]
+__all__ = ["POSITION", "Feed", "MlflowTracker", "Position", "Target", "connect", "read_position"]

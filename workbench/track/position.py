@@ -1,0 +1,34 @@
+"""The note beside a run's metrics of what MLflow has of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+POSITION = "mlflow.json"
+
+
+class Position(BaseModel):
+    """What of a run is known to be in MLflow."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    last_step: int = -1
+    params: bool = False
+    tags_sha256: str | None = None
+    datasets: list[str] = []
+    additions: list[str] = []
+    artifacts: dict[str, str] = {}
+    status: str | None = None
+
+
+def read_position(folder: Path) -> Position | None:
+    """What was noted in the run folder; None where nothing (readable) was."""
+    try:
+        return Position.model_validate_json((folder / POSITION).read_bytes())
+    except (OSError, ValidationError):
+        return None
