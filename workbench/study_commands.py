@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workbench.answers import Answer, AsJson, Debug, say
-from workbench.errors import RefusedError
+from workbench.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
+    from workbench.study.launchers import Launcher
     from workbench.study.outcome import StudyResult
+    from workbench.track.store import Store
 
 app = typer.Typer(
     name="study",
@@ -19,6 +22,15 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+class Where(enum.StrEnum):
+    """What trains the runs of a study."""
+
+    PROCESSES = "processes"
+    SLURM = "slurm"
+    SUBMITIT_LOCAL = "submitit-local"
+
 
 StudyFile = Annotated[Path, typer.Argument(help="A study file (.study.yaml).")]
 
@@ -51,6 +63,21 @@ def run(
         int | None,
         typer.Option(min=1, help="Most runs at a time; default: what cores and memory take."),
     ] = None,
+    launcher: Annotated[
+        Where,
+        typer.Option(help="What trains the runs: processes of this machine, or jobs by submitit."),
+    ] = Where.PROCESSES,
+    job: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="An option of the jobs, such as partition=gpu or timeout_min=600. Repeatable.",
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Train also runs whose earlier job cannot be asked."),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
@@ -63,7 +90,16 @@ def run(
 
     planned, store = load_study(study), Store()
     with StopRequests() as stops, StudyDisplay(quiet=as_json) as display:
-        outcome = run_study(planned, store, stops, display, amend=amend, at_once=at_once)
+        outcome = run_study(
+            planned,
+            store,
+            stops,
+            display,
+            amend=amend,
+            at_once=at_once,
+            launcher=_launcher(launcher, job or [], planned.name, store),
+            take_over=take_over,
+        )
     if as_json:
         return Answer(outcome.to_json(), outcome.exit_code)
     command = "report" if not any(state.is_open for state in outcome.states) else "run"
@@ -112,6 +148,25 @@ def status(
 
     found = study_status(study, Store())
     return Answer(found.to_json() if as_json else render(found))
+
+
+def _launcher(where: Where, options: list[str], study: str, store: Store) -> Launcher:
+    """What begins the runs.
+
+    Raises:
+        UserError: it cannot here, or an option is not one of its.
+    """
+    from workbench.study.launchers import Processes
+    from workbench.study.plan import folder_of
+
+    if where is Where.PROCESSES:
+        if options:
+            message = "processes of this machine are no jobs"
+            raise UserError.at("--job", message, options[0], "--launcher slurm with it")
+        return Processes()
+    from workbench.study.cluster import LAUNCHERS, JobLauncher, options_of
+
+    return JobLauncher(LAUNCHERS[where.value], options_of(options), folder_of(study, store))
 
 
 def _publish(found: StudyResult, report: Path) -> None:

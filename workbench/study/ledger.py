@@ -26,6 +26,7 @@ class Event(BaseModel):
 
     `began` and `over`: a `wb study run`; `started` and `ended`: a run's process; `missed`: a run
     was no longer in the store; `renamed`: its folder has another name; `interrupted`: by a signal.
+    `job` is what has a started run in hand where that is a job of a queue.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -37,6 +38,7 @@ class Event(BaseModel):
     status: str | None = None
     exit_code: int | None = None
     detail: str = ""
+    job: str | None = None
 
 
 class Ledger:
@@ -73,6 +75,14 @@ class Ledger:
     def ids(self, run: str) -> list[str]:
         """The ids that this planned run has had, the newest last."""
         return list(dict.fromkeys(event.id for event in self.of(run) if event.id))
+
+
+def job_of(events: Iterable[Event]) -> str | None:
+    """The job that a run was given to and of which nobody has seen the end; None: there is none."""
+    for event in reversed(list(events)):
+        if event.kind in ("started", "ended"):
+            return event.job if event.kind == "started" else None
+    return None
 
 
 def exit_code_of(events: Iterable[Event]) -> int | None:

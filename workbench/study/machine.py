@@ -50,7 +50,7 @@ def share_machine(
         UserError: OMP_NUM_THREADS is no count.
     """
     count = cores()
-    given = threads or _threads_of_environment()
+    given = threads or threads_of_environment()
     on_cpu = all(expected_device(spec) == "cpu" for spec in specs)
     limits = {f"{len(specs)} runs": max(1, len(specs))}
     limits[f"{count} CPUs"] = max(1, count // (given or 1))
@@ -68,7 +68,12 @@ def share_machine(
     return Share(at_once, given or max(1, count // at_once), why)
 
 
-def _threads_of_environment() -> int | None:
+def threads_of_environment() -> int | None:
+    """OMP_NUM_THREADS, where it is set.
+
+    Raises:
+        UserError: it is no count.
+    """
     given = os.environ.get("OMP_NUM_THREADS")
     if given is None:
         return None

@@ -42,17 +42,27 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             self.child.send_signal(number)
 
+    @property
+    def job(self) -> str | None:
+        """None: it is no job of a queue."""
+        return None
+
     def last_words(self, code: int) -> str:
         """Why it ended, from the end of its log."""
-        with contextlib.suppress(OSError):
-            text = self.log.read_bytes()[-_TAIL:].decode(errors="replace")
-            said = [line for line in text.splitlines() if line.startswith("error: ")]
-            if said:
-                return said[-1].removeprefix("error: ")
-        if code > 128:
-            with contextlib.suppress(ValueError):
-                return f"ended by {signal.Signals(code - 128).name}"
-        return f"ended with exit code {code}"
+        return last_words(self.log, code)
+
+
+def last_words(log: Path, code: int) -> str:
+    """Why a run ended with this exit code, from the end of its log."""
+    with contextlib.suppress(OSError):
+        text = log.read_bytes()[-_TAIL:].decode(errors="replace")
+        said = [line for line in text.splitlines() if line.startswith("error: ")]
+        if said:
+            return said[-1].removeprefix("error: ")
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f"ended by {signal.Signals(code - 128).name}"
+    return f"ended with exit code {code}"
 
 
 def write_spec(spec: RunSpec, folder: Path) -> Path:

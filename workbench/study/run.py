@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from workbench.errors import Fault, RefusedError, StoreError, UserError
 from workbench.study import processes
 from workbench.study.check import check_study
-from workbench.study.ledger import Ledger
+from workbench.study.launchers import Handle, Launcher, Order, Processes
+from workbench.study.ledger import Ledger, job_of
 from workbench.study.lock import study_lock
-from workbench.study.machine import Share, share_machine
+from workbench.study.machine import Share
 from workbench.study.mlflow import tell_mlflow
 from workbench.study.plan import (
     FrozenPlan,
@@ -30,7 +31,6 @@ from workbench.study.plan import (
     version_of,
     write_plan,
 )
-from workbench.study.processes import Process
 from workbench.study.spec import PlannedRun, Study
 from workbench.study.states import STOPPED_ITSELF, RunState, mlflow_status, states_of
 from workbench.track.store import Store
@@ -106,6 +106,8 @@ def run_study(
     *,
     amend: str | None = None,
     at_once: int | None = None,
+    launcher: Launcher | None = None,
+    take_over: bool = False,
 ) -> StudyOutcome:
     """Trains every run of the plan that is not finished.
 
@@ -113,6 +115,8 @@ def run_study(
         stops: set by the first signal; then no further run begins, and those that train save.
         amend: the reason for a change of plan after the first run.
         at_once: the most runs at a time; None: as many as the machine takes.
+        launcher: what begins them; None: processes of this machine.
+        take_over: train also runs whose job in a queue cannot be asked.
 
     Raises:
         UserError: the study is not valid, or a run of a planned name is not the planned run.
@@ -121,15 +125,19 @@ def run_study(
         StoreError: the store cannot be written.
     """
     check_study(study, store).require()
+    launcher = launcher or Processes()
     folder = folder_of(study.name, store)
     with study_lock(folder) as lock:
         plan = read_plan(folder)
         ledger = Ledger(folder)
-        plan, share = _settled(study, plan, store, ledger, folder, amend, at_once, display.say)
+        plan, share = _settled(
+            study, plan, store, ledger, folder, amend, at_once, launcher, display.say
+        )
         states = states_of(plan, store, ledger, study)
         _require_own(states)
-        _note_what_moved(states, ledger, display.say)
-        runner = _Runner(study, store, folder, plan, share, ledger, lock, stops, display)
+        runner = _Runner(study, store, folder, plan, share, ledger, lock, stops, display, launcher)
+        followed = runner.follow(states, take_over)
+        _note_what_moved([s for s in states if s.run not in followed], ledger, display.say)
         return runner.run(states)
 
 
@@ -156,6 +164,7 @@ def _settled(
     folder: Path,
     amend: str | None,
     at_once: int | None,
+    launcher: Launcher,
     say: Say,
 ) -> tuple[FrozenPlan, Share]:
     """The plan that holds from here on, frozen now where it is the first, and the share of each
@@ -166,7 +175,7 @@ def _settled(
         if amend is not None:
             message = "there is nothing to change: the plan is not frozen before its first run"
             raise UserError.at("--amend", message, amend)
-        share = share_machine([run.spec for run in study.runs], store, None, at_once)
+        share = launcher.share([run.spec for run in study.runs], store, None, at_once)
         plan = FrozenPlan(
             id=uuid.uuid4().hex,
             name=study.name,
@@ -194,7 +203,7 @@ def _settled(
     if any(getattr(plan, name) != value for name, value in free.items()):
         plan = plan.model_copy(update=free)
         write_plan(folder, plan)
-    share = share_machine([run.spec for run in study.runs], store, plan.threads, at_once)
+    share = launcher.share([run.spec for run in study.runs], store, plan.threads, at_once)
     return plan, share
 
 
@@ -258,18 +267,22 @@ class _Runner:
         lock: int,
         stops: Stops,
         display: Display,
+        launcher: Launcher,
     ) -> None:
         self._study, self._store, self._folder = study, store, folder
         self._plan, self._share, self._ledger = plan, share, ledger
         self._lock, self._stops, self._display = lock, stops, display
-        self._running: list[Process] = []
+        self._launcher = launcher
+        self._running: list[Handle] = []
         self._told: int | None = None
         self._outcome = StudyOutcome(plan, folder, [])
 
     def run(self, states: Sequence[RunState]) -> StudyOutcome:
         """Trains what is open, so many at once, until all has been tried once or a signal comes."""
         waiting = self._in_turn(states)
-        going = [state.run for state in states if state.state == "running"]
+        followed = [one.run for one in self._running]
+        waiting = [run for run in waiting if run.name not in followed]
+        going = [s.run for s in states if s.state == "running" and s.run not in followed]
         for name in going:
             self._display.say(f"{name} is being trained by another process: left to it")
         if waiting:
@@ -281,14 +294,14 @@ class _Runner:
             )
             detail = f"{len(waiting)} runs, {at_once} at once, {share.words} each"
             self._ledger.add("began", detail=detail)
-        began = bool(waiting)
+        began = bool(waiting or followed)
         try:
             self._work(waiting, {state.run: state for state in states})
         except KeyboardInterrupt:
-            processes.stop_all(self._running, signal.SIGINT)
+            self._launcher.stop_all(self._running, signal.SIGINT)
             raise
         except BaseException:
-            processes.stop_all(self._running, signal.SIGTERM)
+            self._launcher.stop_all(self._running, signal.SIGTERM)
             raise
         self._outcome.states = self._look()
         if began:
@@ -320,25 +333,57 @@ class _Runner:
             may_begin = self._stops.number is None and not self._outcome.store_failed
             if not may_begin:
                 waiting.clear()
-            while waiting and len(self._running) < self._share.at_once:
-                self._begin(waiting.pop(0), states)
+            room = self._share.at_once - len(self._running)
+            if waiting and room > 0:
+                batch, waiting[:] = waiting[:room], waiting[room:]
+                self._begin(batch, states)
             if time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
                 self._display.show(self._look(), self._share.at_once)
             time.sleep(_POLL_SECONDS)
 
-    def _begin(self, run: PlannedRun, states: dict[str, RunState]) -> None:
-        entry = states[run.name].entry
-        go_on = entry.name if entry is not None and entry.name != run.name else None
-        path = processes.write_spec(run.spec, self._folder / "specs")
-        log = self._folder / "logs" / f"{run.name}.log"
-        self._ledger.add("started", run.name)
-        self._running.append(
-            processes.start(
-                run.spec, path, go_on, self._store, self._share.threads, log, self._lock
-            )
-        )
-        self._display.say(f"{run.name}: training")
+    def follow(self, states: Sequence[RunState], take_over: bool) -> list[str]:
+        """Takes in hand the jobs that an earlier `wb study run` submitted and that are not over;
+        returns their runs.
+
+        Raises:
+            UserError: one cannot be asked, and is not to be taken over.
+        """
+        for state in states:
+            job = job_of(self._ledger.of(state.run))
+            if job is None or not (state.is_open or state.state == "running"):
+                continue
+            from workbench.study.cluster import JOBS, attach
+
+            folder = state.entry.folder if state.entry else self._store.runs / state.run
+            try:
+                found = attach(job, state.run, self._log(state.run), folder, self._folder / JOBS)
+            except UserError:
+                if not take_over:
+                    raise
+                found = None
+            if found is None:
+                detail = "nobody saw how its job ended"
+                self._ledger.add("ended", state.run, detail=detail, job=job)
+            else:
+                self._running.append(found)
+                self._display.say(f"{state.run}: {job} has it")
+        return [one.run for one in self._running]
+
+    def _log(self, run: str) -> Path:
+        return self._folder / "logs" / f"{run}.log"
+
+    def _begin(self, runs: Sequence[PlannedRun], states: dict[str, RunState]) -> None:
+        orders = []
+        for run in runs:
+            entry = states[run.name].entry
+            go_on = entry.name if entry is not None and entry.name != run.name else None
+            path = processes.write_spec(run.spec, self._folder / "specs")
+            orders.append(Order(run.spec, path, go_on, self._share.threads, self._log(run.name)))
+        for handle in self._launcher.start(orders, self._store, self._lock):
+            self._running.append(handle)
+            self._ledger.add("started", handle.run, job=handle.job)
+            self._display.say(f"{handle.run}: {handle.job or 'training'}")
 
     def _collect(self) -> None:
         """Notes the processes that have ended."""
@@ -375,10 +420,15 @@ class _Runner:
             return
         self._told = self._outcome.stopped_by = number
         name = signal.Signals(number).name
-        self._display.say(f"{name}: the runs save and end; once more to end at once")
-        self._ledger.add("interrupted", detail=f"by {name}")
-        for process in self._running:
-            process.tell(number)
+        if self._launcher.hear(self._running, number):
+            self._display.say(f"{name}: the runs save and end; once more to end at once")
+            self._ledger.add("interrupted", detail=f"by {name}")
+            return
+        left = ", ".join(one.job or one.run for one in self._running)
+        said = f"{len(self._running)} jobs go on in the queue ({left})"
+        self._display.say(f"{name}: {said}; wb study run follows them again, scancel ends them")
+        self._ledger.add("interrupted", detail=f"by {name}: {said}")
+        self._running.clear()
 
     def _look(self) -> list[RunState]:
         return states_of(self._plan, self._store, self._ledger, self._study)
