@@ -223,6 +223,30 @@ def test_a_torn_row_and_a_half_checkpoint_are_nothing(
     same_but_for_the_past(straight.folder, resumed.folder)
 
 
+def test_a_checkpoint_is_written_when_the_rows_before_it_are_on_the_disk(
+    tmp_path: Path, tracker: Callable[[NullTracker], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that dies takes no row with it that nobody would write again."""
+    synced, found = {}, []
+    fsync, write = os.fsync, saving.write_checkpoint
+
+    def noted(handle: int) -> None:
+        status = os.fstat(handle)
+        fsync(handle)
+        synced[status.st_ino] = status.st_size
+
+    def saved(taken: Any, folder: Path, keep: int) -> Path:
+        status = (folder.parent / "metrics.csv").stat()
+        found.append((taken.step, status.st_size - synced[status.st_ino]))
+        return write(taken, folder, keep)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(saving, "write_checkpoint", saved)
+    changes = {"checkpoint": {"save_steps": 1}, "evaluation": {"eval_steps": 0}}
+    start(spec_of(tmp_path, **changes), Store(tmp_path / "mlruns"))
+    assert found == [(step, 0) for step in range(1, STEPS + 1)]
+
+
 @pytest.mark.parametrize("cadence", [(3, 1), (1, 3), (2, 3)])
 def test_a_cadence_that_changed_on_the_way_is_no_contradiction(
     tmp_path: Path, tracker: Callable[[NullTracker], None], cadence: tuple[int, int]

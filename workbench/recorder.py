@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -104,6 +105,7 @@ class Recorder:
         self._row |= {"step": state.step, "tokens": state.tokens, **values}
         self.flush()
         self._layers.flush()
+        self._journal.sync()  # no record tells of a row that is not there
         self.record.points.append(
             Point(
                 step=state.step,
@@ -136,6 +138,7 @@ class Recorder:
             return False
         require_finite_weights(self._parts.state, self._parts.team)
         self._layers.flush()  # a run that goes on from here has nothing of it in memory
+        self._journal.sync()  # nor does it write the rows before it again
         self._saver.save(self._parts.state, self.record.spec)
         return True
 
@@ -153,6 +156,9 @@ class Recorder:
         Raises:
             StoreError: it cannot be written.
         """
+        # A run that has failed is recorded all the same; it may have failed because of this.
+        with contextlib.suppress(*([] if status == "FINISHED" else [StoreError])):
+            self._journal.sync()
         record, step = self.record, self._parts.state.step
         record.status = status
         record.results.unused_experts = self._parts.state.watch.unused if step else []

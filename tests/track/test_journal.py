@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -206,6 +211,77 @@ def test_a_full_disk_leaves_whole_lines_and_a_clear_error(tmp_path: Path) -> Non
     steps = read_metrics(path)["step"]
     assert steps == list(range(len(steps)))
     assert len(steps) > 3
+
+
+def with_fsync(patch: pytest.MonkeyPatch, path: Path, then: Callable[[], None]) -> None:
+    """From now on `then` is called before this file is synced: what it raises, the disk says."""
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        if os.fstat(handle).st_ino == path.stat().st_ino:
+            then()
+        fsync(handle)
+
+    patch.setattr(os, "fsync", synced)
+
+
+def test_a_row_does_not_wait_for_the_disk_and_a_sync_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, free, before_it = tmp_path / "metrics.csv", threading.Event(), set(threading.enumerate())
+    journal = Journal(path, columns(SETS))
+    asked: list[int] = []
+
+    def slow() -> None:
+        asked.append(path.stat().st_size)
+        assert free.wait(20)
+
+    with_fsync(monkeypatch, path, slow)
+    for row in rows(50):  # returns although the disk does not answer
+        journal.write(row)
+    assert read_metrics(path)["step"] == list(range(50))
+    deadline = time.monotonic() + 20
+    while not asked:  # nobody has to ask for the sync
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    timer = threading.Timer(0.3, free.set)
+    timer.start()
+    before = time.monotonic()
+    journal.sync()
+    assert time.monotonic() - before > 0.2
+    timer.join()
+    assert asked[-1] == path.stat().st_size
+    assert len(asked) < 50, "rows that come at once go to the disk together"
+    journal.close()
+    assert set(threading.enumerate()) <= before_it
+
+
+@pytest.mark.parametrize("how", ["write", "sync"])
+def test_rows_that_did_not_reach_the_disk_are_an_error_and_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path = tmp_path / "metrics.csv"
+    journal = Journal(path, columns(SETS))
+    journal.write(rows(1)[0])
+    journal.sync()
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with_fsync(monkeypatch, path, full)
+
+    def until_it_is_noticed() -> None:
+        for step in range(1, 2000):
+            journal.write(rows(1, first=step)[0])
+            if how == "sync":
+                journal.sync()
+            time.sleep(0.01)
+
+    with pytest.raises(StoreError, match=r"metrics\.csv.*no space left"):
+        until_it_is_noticed()
+    assert read_metrics(path)["step"] == [0]
+    journal.close()
+    assert read_metrics(path)["step"] == [0]
 
 
 def test_a_kill_at_any_moment_leaves_a_readable_file(tmp_path: Path) -> None:

@@ -248,6 +248,7 @@ def _write_metrics(rows: Sequence[Mapping[str, float | int | None]], path: Path)
     try:
         for row in rows:
             journal.write({**row, "step": int(row["step"] or 0)})
+        journal.sync()
     finally:
         journal.close()
 

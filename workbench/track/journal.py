@@ -1,21 +1,26 @@
 """The journal `metrics.csv`: one complete line for each logged step, appended and synced.
 
+A line is whole for whoever reads it, and for this process's death, when `write` returns. It reaches
+the disk a moment later, and before anything that builds on it: see `Journal.sync`.
+
 An empty cell is "not measured"; `nan` and `inf` are measured values. Numbers are written in the
 shortest form that reads back as the same number, so that reading returns what was written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 from workbench.errors import UserError, reason_of, storing
+from workbench.track.background_sync import BackgroundSync
 
 Number = float | int
 Row = dict[str, float | None]
@@ -129,6 +134,9 @@ class Journal:
         StoreError: the file exists, or cannot be written.
     """
 
+    _handle: int
+    _sync: BackgroundSync
+
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         self.path = path
         self.names = tuple(names)
@@ -136,9 +144,10 @@ class Journal:
         self._last_step, self._last_time = -1, 0.0
         with storing(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            self._handle = os.open(path, flags, 0o644)
+            self._open(flags)
             try:
                 self._append(_line(self.names))
+                self._sync.wait()
                 _sync_folder(path.parent)  # only then is the name of a new file safe
             except OSError:
                 self.close()
@@ -166,7 +175,8 @@ class Journal:
         )
         journal._last_time = max((t for t in there.get("unix_time", []) if t), default=0.0)
         with storing(path):
-            journal._handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+            journal._open(os.O_WRONLY | os.O_APPEND)
+            journal._sync.wait()
         return journal
 
     def write(self, values: Mapping[str, Number | None]) -> None:
@@ -174,7 +184,8 @@ class Journal:
 
         Raises:
             KeyError: a value has no column.
-            StoreError: the disk is full; the file is left as it was.
+            StoreError: the disk is full; the file is left as it was. Or the disk did not take
+                earlier rows; the file is left with those that it took.
         """
         unknown = values.keys() - self._known
         if unknown:
@@ -187,24 +198,50 @@ class Journal:
         now = max(round(time.time(), 3), self._last_time)
         row = {"unix_time": now, **legacy_cells(values), **values}
         line = _line([_cell(row.get(name)) for name in self.names])
-        with storing(self.path, len(line)):
+        with storing(self.path, len(line)), self._cut_to_the_disk():
             self._append(line)
+            self._sync.ask()
         self._last_step, self._last_time = step, now
+
+    def sync(self) -> None:
+        """Returns when every row is on the disk.
+
+        Raises:
+            StoreError: the disk did not take some; the file is left with those that it took.
+        """
+        if self._handle >= 0:
+            with storing(self.path), self._cut_to_the_disk():
+                self._sync.wait()
 
     def close(self) -> None:
         """Closes the file; more than once is fine."""
         if self._handle >= 0:
+            self._sync.close()
             os.close(self._handle)
             self._handle = -1
 
+    def _open(self, flags: int) -> None:
+        self._handle = os.open(self.path, flags, 0o644)
+        self._sync = BackgroundSync(self._handle)
+
+    @contextlib.contextmanager
+    def _cut_to_the_disk(self) -> Iterator[None]:
+        """Where rows did not reach the disk, nobody is to take them for written."""
+        try:
+            yield
+        except OSError:
+            if self._sync.failed:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._handle, self._sync.synced)
+            raise
+
     def _append(self, line: bytes) -> None:
-        """One line, synced; or nothing at all, where the disk does not take all of it."""
+        """One line; or nothing at all, where the disk does not take all of it."""
         before = os.fstat(self._handle).st_size
         try:
             rest = memoryview(line)
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
-            os.fsync(self._handle)
         except OSError:
             os.ftruncate(self._handle, before)
             raise
