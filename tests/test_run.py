@@ -744,19 +744,21 @@ def synced(handle: int) -> str:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A disk without room for files of a name: from their nth sync on, so many times."""
+    """A disk without room for files of a name: from their nth sync on, so many times; of the
+    metrics, whose syncs are not counted, from their nth line on."""
 
-    def fill(name: str, first: int = 1, times: int = 10**6) -> None:
-        fsync, seen = os.fsync, [0]
+    def fill(name: str, first: int = 1, times: int = 10**6, call: str | None = None) -> None:
+        call = call or ("write" if name == "metrics.csv" else "fsync")
+        real, seen = getattr(os, call), [0]
 
-        def refuse(handle: int) -> None:
+        def refuse(handle: int, *arguments: Any) -> Any:
             if name in Path(synced(handle)).name:
                 seen[0] += 1
                 if first <= seen[0] < first + times:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fsync(handle)
+            return real(handle, *arguments)
 
-        monkeypatch.setattr(os, "fsync", refuse)
+        monkeypatch.setattr(os, call, refuse)
 
     return fill
 
@@ -764,7 +766,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("name", "first", "steps", "saved"),
     [
-        # metrics.csv is synced for its header, then for each row: here the row of step 3.
+        # The header of metrics.csv, then each row: here the row of step 3.
         ("metrics.csv", 5, [0, 1, 2], 2),
         ("metrics.csv", 4, [0, 1], None),  # and here that of step 2, with its evaluation
         ("optimizer.safetensors", 2, [0, 1, 2, 3, 4], 2),
@@ -800,6 +802,18 @@ def test_a_full_disk_ends_the_run_as_failed_and_names_the_file(
     assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
     # A number that is recorded is also in the metrics.
     assert {point.step for point in record.points} <= set(steps)
+
+
+def test_rows_that_the_disk_refuses_later_end_the_run_without_them(
+    tmp_path: Path, wb: Wb, full_disk: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a disk elsewhere does, which takes what it has no room for until it is synced."""
+    full_disk("metrics.csv", 2, call="fsync")  # after the header
+    assert wb("run", spec_file(tmp_path)) == 74
+    assert "metrics.csv" in capsys.readouterr().err
+    record = read_record(tmp_path / "mlruns/runs/tiny")
+    assert (record.status, record.points) == ("FAILED", [])
+    assert read_metrics(tmp_path / "mlruns/runs/tiny/metrics.csv")["step"] == []
 
 
 def test_scores_that_find_no_room_end_the_run_the_same_way(
