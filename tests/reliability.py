@@ -35,11 +35,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded
 
 import psutil
 import torch
+import tracking_cost
 from faulty_proxy import FaultyProxy, Mode, mlflow_server
 from readers import READERS, Case
-from scipy import stats
 from test_store_faults import CHECKPOINT, OTHERS, assert_told, ended
-from tiny_runs import sections, tiny_spec
+from tiny_runs import tiny_spec
 from tracked_runs import (
     assert_equal_to_file,
     end_run,
@@ -55,8 +55,8 @@ from workbench.core.restore import open_checkpoint, restore
 from workbench.core.train import train
 from workbench.resume import ResumeRequest
 from workbench.spec.load import load_spec
-from workbench.spec.run import RunSpec
-from workbench.track.events import NullTracker, Values
+from workbench.spec.run import RunSpec, TelemetrySpec
+from workbench.track.events import NullTracker
 from workbench.track.feeder import MlflowTracker, send_run
 from workbench.track.journal import read_metrics
 from workbench.track.mlflow_store import connect, read_position
@@ -349,87 +349,78 @@ def saving(folder: Path) -> Section:
     return Section("Checkpoints of the 100m profile", lines, {"size": size})
 
 
-class Alternating(MlflowTracker):
-    """Lets MLflow's feeder work during every second block of steps, and stops it in between.
-
-    What it could not do in a block it does in the next one, so that the blocks with it hold all
-    of its work.
-    """
-
-    def __init__(self, store: Store, block: int) -> None:
-        super().__init__(None, store, "workbench")
-        self.block, self.seconds, self._feeder = block, [], psutil.Process()
-        self.before: float | None = None
-        self.told = 0.0  # seconds that the last row took
-        self.used = self.lasted = 0.0  # seconds: of processors by the feeder, of the clock
-
-    def log(self, values: Values) -> None:
-        """Notes the time of a step, with all that is between two rows, and switches."""
-        before = time.perf_counter()
-        super().log(values)
-        self.told = time.perf_counter() - before
-        step = int(values["step"] or 0)
-        if step == 0:
-            assert self._child is not None
-            self._feeder = psutil.Process(self._child.pid)
-            wait_for_position(self._folder)
-        if self.before is not None:
-            self.seconds.append(time.perf_counter() - self.before)
-        if step == 2 * self.block:  # the start is over
-            self.used, self.lasted = -sum(self._feeder.cpu_times()[:2]), -time.monotonic()
-        if step % self.block == 0:
-            (self._feeder.suspend if step // self.block % 2 else self._feeder.resume)()
-        self.before = time.perf_counter()
-
-    def finish(self, record: Any, say: Any = None) -> str | None:
-        """The feeder works again, and is waited for."""
-        self._feeder.resume()
-        self.used += sum(self._feeder.cpu_times()[:2])
-        self.lasted += time.monotonic()
-        return super().finish(record)
-
-
 def following(folder: Path) -> Section:
-    """The time of a step while the feeder works against that while it is stopped."""
-    block, pairs = 60, 24
-    store = Store(folder / "mlruns")
-    tracker = Alternating(store, block)
-    runner.tracker_for = lambda spec, store: tracker
-    model = {"hidden_size": 192, "num_hidden_layers": 2}
-    training = {"steps": 2 * block * (pairs + 1), "batch_size": 4, "seq_len": 64}
-    spec = RunSpec.model_validate(
-        {
-            "name": "followed",
-            "seed": 1,
-            **sections(folder, model=model, training=training, evaluation={"eval_steps": 0}),
-        }
-    )
-    runner.run(spec, store, ["run"], quiet=True)
-    assert read_position(store.runs / "followed") is not None
-    medians = [
-        statistics.median(tracker.seconds[start : start + block])
-        for start in range(0, len(tracker.seconds) - block + 1, block)
-    ][2 : 2 * pairs + 2]  # the first two hold the start
-    ratios = [on / off - 1 for on, off in zip(medians[::2], medians[1::2], strict=True)]
-    middle, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
-    half = float(stats.t.ppf(0.975, len(ratios) - 1)) * error
-    off = statistics.median(medians[1::2])
-    share = tracker.used / (tracker.lasted * (os.cpu_count() or 1))
-    verdict = "under" if middle + half < MOST_COST else "not shown to be under"
+    """What tracking takes of a step: with rows at their default cadence, and with one for each."""
+    default = TelemetrySpec.model_fields["log_steps"].default
+    costs = []
+    for log_steps, seconds in ((default, 150), (1, 40)):
+        (folder / str(log_steps)).mkdir()
+        costs.append(tracking_cost.measure(folder / str(log_steps), log_steps, seconds))
+    cores = os.cpu_count() or 1
+    heads = [f"a row every {cost.log_steps} steps" for cost in costs[:-1]] + ["a row every step"]
     lines = [
-        f"| steps of {off * 1e3:.1f} ms, every one logged | |",
-        "| --- | --- |",
-        f"| step time while it works against while it is stopped | {middle:+.2%} |",
-        f"| 95 % interval over {len(ratios)} pairs of {block} steps each | "
-        f"{middle - half:+.2%} to {middle + half:+.2%} |",
-        f"| processor time of what feeds MLflow, of {os.cpu_count()} cores | {share:.2%} |",
-        f"| telling it of a row, in the process that trains | {tracker.told * 1e6:.1f} us |",
-        "",
-        f"That is {verdict} {MOST_COST:.0%}. One run on one thread; the process that feeds "
-        "MLflow's SQLite database works in every second block and is stopped in the others, and "
-        "does in the one what it missed in the other.",
+        f"| | {' | '.join(heads)} |",
+        "| --- " * (len(costs) + 1) + "|",
+        *(
+            f"| {name} | {' | '.join(map(cell, costs))} |"
+            for name, cell in (
+                ("time of a step", lambda c: f"{c.step_seconds * 1e3:.1f} ms"),
+                ("processor time of tracking, of one core", lambda c: f"{c.processor_share:.2%}"),
+                (f"the same, of {cores} cores", lambda c: f"{c.processor_share / cores:.2%}"),
+                (
+                    "for a row, where it trains",
+                    lambda c: (
+                        f"{c.row_processor * 1e3:.2f} ms of processors, "
+                        f"{c.row_seconds * 1e3:.2f} ms of the clock"
+                    ),
+                ),
+                (
+                    "for a row, in the process that feeds MLflow",
+                    lambda c: f"{c.fed_processor * 1e3:.2f} ms of processors",
+                ),
+                ("steps wait for rows, by the clock", lambda c: f"{c.rows_share:.2%}"),
+                ("steps lose while MLflow is fed, by the clock", lambda c: lost_words(c.fed)),
+                ("the same comparison where nothing is fed", lambda c: lost_words(c.idle)),
+            )
+        ),
     ]
-    return Section("Step time of tracking", lines, {"cost": middle})
+    usual = costs[0]
+    taken = usual.processor_share
+    verdict = "under" if taken < MOST_COST else "not under"
+    lines += [
+        "",
+        f"At the default cadence tracking takes {taken:.2%} of one core: {verdict} "
+        f"{MOST_COST:.0%} of the step, even if all of it were taken from the processor that "
+        "trains. This is counted processor time, which does not depend on what else the machine "
+        "does. By the clock, steps "
+        f"wait {usual.rows_share:.2%} for their rows, and {clock_words(usual)}. A row costs the "
+        "same at any cadence, so that steps this short with a row for each pay most.",
+        "",
+        "Processor time is that of the thread that trains, within what writes a row, and of the "
+        "process that feeds a SQLite database of MLflow's. The clock compares the steps during "
+        "each burst of feeding with those just before and after it (95 % interval by bootstrap "
+        "over bursts), in one run on one thread.",
+    ]
+    return Section("Step time of tracking", lines, {"cost": taken})
+
+
+def lost_words(lost: tracking_cost.Lost | None) -> str:
+    """A share with its interval."""
+    if lost is None:
+        return "too few pauses to tell"
+    return f"{lost.share:+.2%} ({lost.low:+.2%} to {lost.high:+.2%}, {lost.bursts} bursts)"
+
+
+def clock_words(cost: tracking_cost.Cost) -> str:
+    """Whether the clock shows what the count of processor time says."""
+    if cost.fed is None:
+        return "what they lose while MLflow is fed could not be told"
+    if cost.fed.high + cost.rows_share < MOST_COST:
+        return f"with what they lose while MLflow is fed this is under {MOST_COST:.0%} as well"
+    return (
+        f"what they lose while MLflow is fed is not shown to leave it under {MOST_COST:.0%}: the "
+        "interval is as wide as what else ran made it"
+    )
 
 
 def page(found: list[Section], seconds: float) -> str:

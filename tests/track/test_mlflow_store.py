@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -314,6 +315,39 @@ def test_artifacts_that_find_no_room_do_not_keep_metrics_and_status_back(
     place.unlink()
     Feed(folder, target).push()
     assert (place / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
+
+
+def test_a_store_that_was_moved_takes_its_artifacts_along(
+    tmp_path: Path, mlflow_store: Store, target: Any
+) -> None:
+    """Moved or copied, with runs and files of before; what lies elsewhere is left there."""
+    folder, record, journal = make_run(mlflow_store, "before", 3)
+    journal.close()
+    end_run(folder, record)
+    run_id = Feed(folder, target).push().run_id
+    client = target.client
+    elsewhere = f"{mlflow_store.artifacts.as_uri()}-of-others"
+    if client.get_experiment_by_name("theirs") is None:
+        client.create_experiment("theirs", elsewhere)
+    there = shutil.copytree(mlflow_store.home, tmp_path / "a new home" / "mlruns")
+    untouched = tree(mlflow_store.home)
+    moved = Store(there)
+    for _ in range(2):
+        now = connect(None, moved, "workbench")
+        assert now.client.get_experiment_by_name("theirs").artifact_location == elsewhere
+        assert "metrics.csv" in {one.path for one in now.client.list_artifacts(run_id)}
+        got = Path(now.client.download_artifacts(run_id, "metrics.csv", str(tmp_path)))
+        assert got.read_bytes() == (folder / "metrics.csv").read_bytes()
+        assert now.client.get_run(run_id).info.artifact_uri.startswith(moved.artifacts.as_uri())
+    # A run of before is still the same run, and a new one lies in the new place.
+    assert Feed(moved.runs / "before", now).push().run_id == run_id
+    assert_equal_to_file(now, moved.runs / "before")
+    folder, record, journal = make_run(moved, "after", 3)
+    journal.close()
+    end_run(folder, record)
+    position = Feed(folder, now).push()
+    assert (moved.artifacts / position.run_id / "artifacts/metrics.csv").exists()
+    assert tree(mlflow_store.home) == untouched
 
 
 def test_a_run_whose_database_was_removed_is_sent_anew(mlflow_store: Store, target: Any) -> None:

@@ -9,8 +9,9 @@ import contextlib
 import os
 import threading
 
-# The disk is asked at most so often, however fast the file grows.
-PAUSE_SECONDS = 0.2
+# How often the thread looks whether there is something to sync. Nobody wakes it: a thread that is
+# woken takes the interpreter from the one that trains.
+PAUSE_SECONDS = 0.5
 
 
 class BackgroundSync:
@@ -19,7 +20,7 @@ class BackgroundSync:
     def __init__(self, handle: int) -> None:
         """Nothing is synced yet, and no thread runs before the first `ask`."""
         self._handle = handle
-        self._wanted, self._closing = threading.Event(), threading.Event()
+        self._wanted, self._closing = False, threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
@@ -40,7 +41,7 @@ class BackgroundSync:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="journal-sync", daemon=True)
             self._thread.start()
-        self._wanted.set()
+        self._wanted = True
 
     def wait(self) -> None:
         """Returns when all that the file holds is on the disk.
@@ -55,7 +56,6 @@ class BackgroundSync:
     def close(self) -> None:
         """Ends the thread, and syncs what is left as far as that can be done."""
         self._closing.set()
-        self._wanted.set()
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError):
@@ -79,9 +79,9 @@ class BackgroundSync:
                 self.synced = size
 
     def _work(self) -> None:
-        while not self._closing.is_set() and self._error is None:
-            self._wanted.wait()
-            self._wanted.clear()
-            if not self._closing.is_set():
+        while not self._closing.wait(PAUSE_SECONDS) and self._error is None:
+            if self._wanted:
+                self._wanted = (
+                    False  # before the sync: what is written meanwhile is asked for again
+                )
                 self._sync()
-                self._closing.wait(PAUSE_SECONDS)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
-from workbench.track import parents
+from workbench.track import moved_store, parents
 from workbench.track.comparisons import comparison_tags, report_files
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.file_lock import exclusive
@@ -117,7 +117,9 @@ def store_database(store: Store) -> Iterator[None]:
     with exclusive(store.home / _LOCK):
         with storing(store.database):
             exists = store.database.exists() and store.database.stat().st_size > 0
-        if not exists:
+        if exists:
+            moved_store.follow(store)
+        else:
             _create_database(store)
         yield
 
