@@ -365,8 +365,11 @@ def following(folder: Path) -> Section:
             f"| {name} | {' | '.join(map(cell, costs))} |"
             for name, cell in (
                 ("time of a step", lambda c: f"{c.step_seconds * 1e3:.1f} ms"),
-                ("processor time of tracking, of one core", lambda c: f"{c.processor_share:.2%}"),
-                (f"the same, of {cores} cores", lambda c: f"{c.processor_share / cores:.2%}"),
+                (
+                    "processor time of tracking, of that of training",
+                    lambda c: f"{c.processor_share:.2%}",
+                ),
+                (f"the same, of {cores} cores", lambda c: f"{c.core_share / cores:.2%}"),
                 (
                     "for a row, where it trains",
                     lambda c: (
@@ -389,10 +392,9 @@ def following(folder: Path) -> Section:
     verdict = "under" if taken < MOST_COST else "not under"
     lines += [
         "",
-        f"At the default cadence tracking takes {taken:.2%} of one core: {verdict} "
-        f"{MOST_COST:.0%} of the step, even if all of it were taken from the processor that "
-        "trains. This is counted processor time, which does not depend on what else the machine "
-        "does. By the clock, steps "
+        f"At the default cadence tracking takes {taken:.2%} of the processor time of training: "
+        f"{verdict} {MOST_COST:.0%} of the step, even if all of it were taken from the processor "
+        "that trains. This is counted time, which what else runs hardly moves. By the clock, steps "
         f"wait {usual.rows_share:.2%} for their rows, and {clock_words(usual)}. A row costs the "
         "same at any cadence, so that steps this short with a row for each pay most.",
         "",

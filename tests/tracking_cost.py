@@ -47,6 +47,7 @@ class Noted:
     """What was noted of a run, step by step and row by row, in seconds."""
 
     steps: list[float] = field(default_factory=list)  # of the clock, all between two updates
+    trained: list[float] = field(default_factory=list)  # of processors, in the same time
     fed: list[float] = field(default_factory=list)  # of processors, by the feeder in that time
     rows: list[float] = field(default_factory=list)  # of the clock, to write and tell a row
     rows_processor: list[float] = field(default_factory=list)
@@ -72,7 +73,8 @@ class Cost:
     row_processor: float  # the mean, of processors, for the same
     fed_processor: float  # the mean, of processors, that the feeder takes for a row
     rows_share: float  # `row_seconds` of the time of the steps
-    processor_share: float  # all processor time of tracking, of one core while the steps last
+    core_share: float  # all processor time of tracking, of one core while the steps last
+    processor_share: float  # the same, of the processor time that the steps take
     fed: Lost | None  # what steps lose while the feeder works; None: it never rested
     idle: Lost | None  # the same comparison where it rests
 
@@ -85,14 +87,15 @@ def measure(folder: Path, log_steps: int, seconds: float) -> Cost:
     class Noting(Recorder):
         def step(self, result: Any, logged: bool) -> None:
             super().step(result, logged)
-            now, used = time.perf_counter(), processor_seconds(tracker)
-            if result.step > 1:
-                noted.steps.append(now - self.before)
-                noted.fed.append(used - self.used)
-            else:
+            if result.step == 1:
                 wait_for_position(tracker._folder)
-                now, used = time.perf_counter(), processor_seconds(tracker)
-            self.before, self.used = now, used
+            now = time.perf_counter(), time.process_time(), processor_seconds(tracker)
+            if result.step > 1:
+                for kind, after, before in zip(
+                    (noted.steps, noted.trained, noted.fed), now, self.before, strict=True
+                ):
+                    kind.append(after - before)
+            self.before = now
 
         def flush(self) -> None:
             clock, processor = time.perf_counter(), time.thread_time()
@@ -155,9 +158,10 @@ def wait_for_position(folder: Path) -> None:
 
 def cost_of(noted: Noted, log_steps: int) -> Cost:
     """The cost of what was noted, without the start of the feeder."""
-    steps, fed = np.array(noted.steps), np.array(noted.fed)
-    begin = int(np.searchsorted(np.cumsum(steps), _START_TURNS * POLL_SECONDS))
-    steps, fed = steps[begin:], fed[begin:]
+    begin = int(np.searchsorted(np.cumsum(noted.steps), _START_TURNS * POLL_SECONDS))
+    steps, trained, fed = (
+        np.array(values[begin:]) for values in (noted.steps, noted.trained, noted.fed)
+    )
     rows, processor = (
         np.array(values[begin // log_steps :]) for values in (noted.rows, noted.rows_processor)
     )
@@ -166,6 +170,7 @@ def cost_of(noted: Noted, log_steps: int) -> Cost:
     middles = [(a.stop + b.start) // 2 for a, b in itertools.pairwise(bursts)]
     idle = [slice(m, m + one.stop - one.start) for m, one in zip(middles, bursts, strict=False)]
     step, row = float(np.median(steps)), float(np.median(rows))
+    used = fed.sum() + processor.sum()
     return Cost(
         log_steps=log_steps,
         step_seconds=step,
@@ -173,7 +178,8 @@ def cost_of(noted: Noted, log_steps: int) -> Cost:
         row_processor=float(processor.mean()),
         fed_processor=float(fed.sum() / len(rows)),
         rows_share=row / (step * log_steps),
-        processor_share=float((fed.sum() + processor.sum()) / steps.sum()),
+        core_share=float(used / steps.sum()),
+        processor_share=float(used / (trained.sum() - processor.sum())),
         fed=lost_to(bursts, steps, is_busy),
         idle=lost_to(idle, steps, is_busy),
     )

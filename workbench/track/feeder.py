@@ -35,7 +35,7 @@ from workbench.track.record import RunRecord, read_record
 from workbench.track.store import Store, is_locked
 
 GRACE_SECONDS = 60.0
-POLL_SECONDS = 5.0
+POLL_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _UNNOTICED_SECONDS = 1.0
 _NICENESS = 10
