@@ -1,9 +1,10 @@
 """Trains one spec with several processes over gloo, forked from one that has torch loaded.
 
 `python tests/ranks.py FOLDER` reads `cases.json` there, a list of `{"name", "processes", "spec",
-"options", "kill"}`, and runs one after the other, each with `runs/NAME` as its run. `kill` is
-`[rank, step]`: that process ends itself by SIGKILL after that step. Prints one JSON document: of
-each case the exit codes by rank, the seconds it took, and what each rank said.
+"options", "kill", "run"}`, and runs one after the other, each with `runs/RUN` as its run (or
+`runs/NAME`). `kill` is `[rank, step]`: that process ends itself by SIGKILL after that step. Prints
+one JSON document: of each case the exit codes by rank, the seconds it took, what each rank said,
+and the record that was there when it ended.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             process.join()
     said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
     codes = [process.exitcode for process in processes]
-    return {"codes": codes, "seconds": time.monotonic() - began, "said": said}
+    seconds = time.monotonic() - began
+    record = json.loads((folder / "mlruns/runs" / run_of(case) / "run_config.json").read_text())
+    return {"codes": codes, "seconds": seconds, "said": said, "document": record}
+
+
+def run_of(case: dict[str, Any]) -> str:
+    """The name of the run of a case."""
+    return str(case.get("run", case["name"]))
 
 
 def _said(folder: Path, case: dict[str, Any], rank: int) -> Path:
@@ -71,7 +79,7 @@ def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> None:
     said = os.open(_said(folder, case, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    sys.argv = ["wb", "run", case["spec"], f"name={case['name']}", *case.get("options", [])]
+    sys.argv = ["wb", "run", case["spec"], f"name={run_of(case)}", *case.get("options", [])]
     wb()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tiny_runs import sections
 
+from workbench.compare import compare_runs
 from workbench.errors import UserError
 from workbench.spec.run import RunSpec
 from workbench.track.record import RunRecord, read_record
@@ -20,6 +21,7 @@ from workbench.track.record import RunRecord, read_record
 pytestmark = pytest.mark.ddp
 
 WHOLE = {"batch_size": None, "global_batch_size": 8, "steps": 20}
+RESUME = ["--resume"]
 SPEC: dict[str, Any] = {
     "training": WHOLE,
     "telemetry": {"log_steps": 1, "moe": True},
@@ -35,6 +37,7 @@ class Ran:
     codes: list[int]
     seconds: float
     said: list[str]
+    document: dict[str, Any]  # the record as it was when they ended
     folder: Path
 
     @property
@@ -65,8 +68,10 @@ def ran(folder: Path, cases: list[dict[str, Any]]) -> dict[str, Ran]:
     )
     assert not done.returncode, done.stderr
     runs = folder / "mlruns" / "runs"
+    found = json.loads(done.stdout)
     return {
-        name: Ran(**found, folder=runs / name) for name, found in json.loads(done.stdout).items()
+        case["name"]: Ran(**found[case["name"]], folder=runs / case.get("run", case["name"]))
+        for case in cases
     }
 
 
@@ -74,12 +79,17 @@ def ran(folder: Path, cases: list[dict[str, Any]]) -> dict[str, Ran]:
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     folder = tmp_path_factory.mktemp("worlds")
     whole = spec_file(folder, "whole")
+    own = spec_file(folder, "own", training={"batch_size": 4, "global_batch_size": None})
     return ran(
         folder,
         [
             {"name": "one", "processes": 1, "spec": whole},
             {"name": "two", "processes": 2, "spec": whole},
             {"name": "dying", "processes": 2, "spec": whole, "kill": [1, 12]},
+            # And two runs that go on with another number of processes.
+            {"name": "fewer", "run": "dying", "processes": 1, "spec": whole, "options": RESUME},
+            {"name": "own", "processes": 1, "spec": own, "kill": [0, 7]},
+            {"name": "more", "run": "own", "processes": 2, "spec": own, "options": RESUME},
         ],
     )
 
@@ -161,8 +171,51 @@ def test_a_rank_that_dies_ends_the_run_in_seconds_by_name(worlds: dict[str, Ran]
     assert dying.seconds < 30
     assert "rank 1" in dying.said[0]
     assert "Traceback" not in dying.said[0]
-    assert dying.record.status == "FAILED"
-    assert (dying.folder / "checkpoints" / "step_00000010").exists()
+    assert dying.document["status"] == "FAILED"
+    assert worlds["fewer"].record.resumes[0].step == 10, "its last checkpoint is whole"
+
+
+def test_a_run_of_a_global_batch_goes_on_with_fewer_processes_and_says_so(
+    worlds: dict[str, Ran],
+) -> None:
+    fewer = worlds["fewer"]
+    require_same_run(worlds["one"], fewer)
+    (resumed,) = fewer.record.resumes
+    assert resumed.step == 10
+    assert resumed.changes == [
+        {
+            "path": "effective.execution.parallel",
+            "then": "ddp, 2 processes",
+            "now": "one process",
+            "effect": "flag",
+        }
+    ]
+    assert fewer.record.effective.code.resumed_with == "effective.execution.parallel at step 10"
+    code = compare_runs(worlds["one"].folder, fewer.folder).judgement.ruling("code")
+    assert code.outcome == "differs"
+
+
+def test_a_run_of_batches_of_its_own_does_not_go_on_with_more_processes(
+    worlds: dict[str, Ran],
+) -> None:
+    """Every update would be of twice as many tokens."""
+    more = worlds["more"]
+    assert more.codes == [3, 3], more.said
+    assert "effective.optimizer.sequences_per_update" in more.said[0]
+    assert "4 then, 8 now" in more.said[0]
+    assert more.said[1] == ""
+    assert more.document == worlds["own"].document
+
+
+def test_several_processes_make_one_run(worlds: dict[str, Ran]) -> None:
+    """Those other than rank zero write nothing."""
+    runs = worlds["two"].folder.parent
+    assert sorted(path.name for path in runs.iterdir()) == ["dying", "one", "own", "two"]
+    alone, together = (
+        {str(path.relative_to(folder)) for path in folder.rglob("*")}
+        for folder in (worlds["one"].folder, worlds["two"].folder)
+    )
+    assert alone == together
 
 
 @pytest.mark.slow
