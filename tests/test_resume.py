@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import tiny_spec
 
 from workbench import recorder
@@ -58,9 +59,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "data": {"dataset": "random", "text_file": None, "text_unit": None, "held_out_ratio": None}
     },
     "compiled": {"training": {"compile": True}},
+    # Two epochs and a third, each in an order of its own; the stop is within the second.
+    "epochs": {
+        "training": {"batch_size": 5, "gradient_accumulation_steps": 2, "seq_len": 64},
+    },
+    "sequential": {"data": {"order": "sequential"}, "training": {"seq_len": 128}},
+    "starts": {"data": {"order": "random"}},
 }
-LONG = {"compiled", "random", "accumulated"}
+LONG = {"compiled", "random", "accumulated", "sequential", "starts"}
 STEPS = 8
+STEPS_OF_EPOCHS = 14
 
 
 class Interrupter(NullTracker):
@@ -92,7 +100,8 @@ def spec_of(folder: Path, kind: str = "plain", name: str = "tiny", **more: Any) 
     for section, values in more.items():
         if isinstance(values, dict):
             changes[section] = changes.get(section, {}) | values
-    changes["training"] = {"steps": STEPS} | changes.get("training", {})
+    steps = STEPS_OF_EPOCHS if kind == "epochs" else STEPS
+    changes["training"] = {"steps": steps} | changes.get("training", {})
     return tiny_spec(folder, name, more.get("seed", 42), **changes)
 
 
@@ -135,6 +144,8 @@ def test_a_run_that_was_stopped_and_goes_on_leaves_the_same_files(
     spec = spec_of(tmp_path, kind, checkpoint={"save_total_limit": 1})
     if kind in ("every_other", "router"):
         stop += stop % 2  # a step that leaves a row
+    if kind == "epochs":
+        stop += 6
     straight = start(spec, Store(tmp_path / "straight"))
     tracker(Interrupter(stop))
     store = Store(tmp_path / "broken")
@@ -146,6 +157,10 @@ def test_a_run_that_was_stopped_and_goes_on_leaves_the_same_files(
     assert resumed.exit_code == 0
     same_but_for_the_past(straight.folder, resumed.folder)
     record = resumed.record
+    if kind == "epochs":
+        data = record.effective.data
+        windows = (data.train_tokens - 1) // 64
+        assert windows < stop * 10 < 2 * windows < STEPS_OF_EPOCHS * 10
     assert record.id == stopped.record.id
     assert [(one.step, one.status_before) for one in record.resumes] == [(stop, "KILLED")]
     assert record.effective.code.resumed_with == "none"
@@ -328,6 +343,9 @@ def wb(
 
 REFUSED = {
     "optimizer.lr=1e-3": "optimizer.lr",
+    "training.gradient_accumulation_steps=2": "effective.optimizer.sequences_per_update",
+    # The same tokens for each update, rounded in another order.
+    "training.gradient_accumulation_steps=2 training.batch_size=2": "training.batch_size",
     "training.steps=16": "training.steps",
     "training.batch_size=8": "effective.optimizer.sequences_per_update",
     "training.seq_len=16": "training.seq_len",
@@ -346,12 +364,67 @@ def test_the_guard_refuses_what_decides_the_numbers(
     stopped: RunOutcome, wb: Wb, change: str
 ) -> None:
     before = {p: p.read_bytes() for p in stopped.folder.rglob("*") if p.is_file()}
-    code, said = wb(change, "--resume")
+    code, said = wb(*change.split(), "--resume")
     assert code == 3, said
     assert REFUSED[change] in said
     assert "then" in said
     assert "--force-resume" in said
     assert {p: p.read_bytes() for p in stopped.folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_data_file_that_was_replaced_is_refused_and_one_that_was_moved_is_not(
+    tmp_path: Path, stopped: RunOutcome, wb: Wb
+) -> None:
+    corpus, moved = tmp_path / "corpus.txt", tmp_path / "elsewhere.txt"
+    text = corpus.read_text()
+    record = (stopped.folder / "run_config.json").read_bytes()
+    for other in (text + "\n\nanother document of some words\n", text.replace("cat", "cow", 1)):
+        corpus.write_text(other)
+        code, said = wb("--resume")
+        assert code == 3, said
+        assert "effective.data.train_sha256" in said or "effective.evaluation" in said
+        assert (stopped.folder / "run_config.json").read_bytes() == record
+    corpus.unlink()
+    moved.write_text(text)
+    code, said = wb("--resume", f"data.text_file={moved}")
+    assert code == 0, said
+    assert [one.changes for one in read_record(stopped.folder).resumes] == [[]]
+    corpus.write_text(text)
+    straight = start(spec_of(tmp_path), Store(tmp_path / "straight"))
+    shutil.rmtree(stopped.folder / "checkpoints/step_00000004")  # of the stop
+    same_but_for_the_past(straight.folder, stopped.folder)
+
+
+def test_another_environment_is_flagged_and_recorded(
+    tmp_path: Path, stopped: RunOutcome, wb: Wb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number of threads sums in another order; other sources may do anything."""
+    threads = torch.get_num_threads()
+    code_facts = runner.code_facts
+
+    def edited() -> Any:
+        return code_facts().model_copy(update={"package_sha256": "0" * 64})
+
+    monkeypatch.setattr(runner, "code_facts", edited)
+    torch.set_num_threads(threads + 1)
+    try:
+        code, said = wb("--resume")
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0, said
+    record = read_record(stopped.folder)
+    (resumed,) = record.resumes
+    changes = {one["path"]: (one["then"], one["now"], one["effect"]) for one in resumed.changes}
+    assert changes["effective.hardware.threads"] == (threads, threads + 1, "flag")
+    assert changes["effective.code.package_sha256"][1:] == ("0" * 64, "flag")
+    assert resumed.provenance_before == stopped.record.provenance
+    listed = "effective.hardware.threads, effective.code.package_sha256 at step 4"
+    assert record.effective.code.resumed_with == listed
+    straight = start(spec_of(tmp_path, name="straight"), Store(tmp_path / "mlruns"))
+    found = compare_runs(straight.folder, stopped.folder)
+    assert found.judgement.claims["nll"] == "flagged"
+    counted = [one.path for one in found.judgement.ruling("code").counted]
+    assert "effective.code.resumed_with" in counted
 
 
 def test_every_refusal_comes_at_once_with_then_and_now(stopped: RunOutcome, wb: Wb) -> None:

@@ -147,6 +147,24 @@ def test_fields_that_belong_to_another_data_mode_are_refused(tmp_path: Path) -> 
     assert faults(tmp_path, "seed: 1")  # the dataset has no default
 
 
+def test_sets_that_would_be_logged_under_one_name_or_none_are_refused(tmp_path: Path) -> None:
+    def asking(*names: str) -> str:
+        sets = ", ".join(f'{{name: "{name}", path: a.txt}}' for name in names)
+        return f"data: {{dataset: sample, held_out: [{sets}]}}"
+
+    (same,) = faults(tmp_path, asking("a:b", "wiki", "a@b"))
+    assert "data.held_out[2].name" in same
+    assert "'a@b'" in same
+    assert "'a:b'" in same
+    for name in ("\U0001f600", "\u65e5\u672c", "@%", " "):
+        (nameless,) = faults(tmp_path, asking(name))
+        assert "data.held_out[0].name" in nameless
+        assert "no letter and no digit" in nameless
+    assert any("data.held_out[0].name" in fault for fault in faults(tmp_path, asking("")))
+    spec = load_spec(write(tmp_path, asking("wiki (en), v2 @100%", "../x")))
+    assert spec.evaluation.sets[2:] == ["held_out.wiki-en-v2-100-", "held_out.-x"]
+
+
 def test_a_key_may_stand_only_once(tmp_path: Path) -> None:
     (fault,) = faults(tmp_path, "seed: 1\ndata: {dataset: random}\nseed: 2")
     assert "run.yaml:3" in fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from full_disks import largest_file, tree
+from tiny_runs import tiny_spec, untracked_run
 from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
 
 from workbench.track import mlflow_store as mlflow_store_module
@@ -383,6 +385,30 @@ def test_odd_metric_names_arrive_with_their_originals(mlflow_store: Store, targe
     names = yaml.safe_load(run.data.tags["workbench.renamed"])
     stored = {names.get(key, key): value for key, value in run.data.metrics.items()}
     assert stored == {"tokens": 0.0, "wiki (en), v2 @100%/nll": 1.0, "../x/nll": 2.0}
+
+
+def test_a_run_on_sets_of_odd_names_is_logged_and_their_names_kept(
+    tmp_path: Path, mlflow_store: Store, target: Any
+) -> None:
+    given = ["wiki (en), v2 @100%", "a:b", "../x", "\u65e5\u672c v1 \U0001f600"]
+    held_out = []
+    for number, name in enumerate(given):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(f"one document of set {number}\n\nand another of set {number}\n")
+        held_out.append({"name": name, "path": str(path)})
+    folder = untracked_run(
+        tiny_spec(tmp_path, "odd-sets", data={"held_out": held_out}, training={"steps": 2}),
+        mlflow_store,
+    ).folder
+    run = target.client.get_run(Feed(folder, target).push().run_id)
+    assert_equal_to_file(target, folder)
+    names = json.loads(run.data.tags["workbench.renamed"])
+    assert sorted(names.values()) == sorted(given)
+    for name in names:
+        assert f"{name}/nll" in run.data.metrics
+        assert name in {one.dataset.name for one in run.inputs.dataset_inputs}
+    (asked,) = [v for k, v in run.data.params.items() if k == "data.held_out"]
+    assert [one["name"] for one in json.loads(asked)] == given
 
 
 def databases(store: Store) -> list[Path]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from workbench.spec.datasets import set_name
 from workbench.spec.held_out import logged_name
 from workbench.track.journal import TWINS, Row
 from workbench.track.provenance import redact
@@ -127,6 +128,19 @@ def original_key(key: str) -> str:
 def renamed(names: list[str]) -> dict[str, str]:
     """Those names that had to be written otherwise: key -> name."""
     return {safe_key(name): name for name in names if safe_key(name) != name}
+
+
+def renamed_sets(record: RunRecord) -> dict[str, str]:
+    """Evaluation sets that are logged under another name than the one given: logged -> given."""
+    data = record.spec.get("data")
+    given = data.get("held_out") if isinstance(data, dict) else None
+    found = {}
+    for one in given if isinstance(given, list) else ():
+        name = one.get("name") if isinstance(one, dict) else None
+        if isinstance(name, str) and (asked := set_name(name)) != f"held_out.{name}":
+            facts = record.effective.evaluation.get(asked)
+            found[logged_name(asked, facts.status if facts else None)] = name
+    return found
 
 
 def metrics_of(row: Row) -> dict[str, float]:

@@ -199,6 +199,7 @@ class Feed:
         self._send_rows(position, record)
         self._send_additions(position, record)
         odd = fields.renamed([*self._tail.names, *fields.added_names(record)])
+        odd |= fields.renamed_sets(record)
         tags = fields.tags_of(record, status, odd) | self._parent_tag(record)
         self._send_tags(position, tags | fields.tag_values(comparison_tags(self._folder)))
         if status == "RUNNING":
