@@ -152,14 +152,14 @@ def test_sets_that_would_be_logged_under_one_name_or_none_are_refused(tmp_path: 
         sets = ", ".join(f'{{name: "{name}", path: a.txt}}' for name in names)
         return f"data: {{dataset: sample, held_out: [{sets}]}}"
 
-    (same,) = faults(tmp_path, asking("a:b", "wiki", "a@b"))
+    same = faults(tmp_path, asking("a:b", "wiki", "a@b"))[0]
     assert "data.held_out[2].name" in same
     assert "'a@b'" in same
     assert "'a:b'" in same
     for name in ("\U0001f600", "\u65e5\u672c", "@%", " "):
         (nameless,) = faults(tmp_path, asking(name))
         assert "data.held_out[0].name" in nameless
-        assert "no letter and no digit" in nameless
+        assert "no letter from a to z and no digit" in nameless
     assert any("data.held_out[0].name" in fault for fault in faults(tmp_path, asking("")))
     spec = load_spec(write(tmp_path, asking("wiki (en), v2 @100%", "../x")))
     assert spec.evaluation.sets[2:] == ["held_out.wiki-en-v2-100-", "held_out.-x"]

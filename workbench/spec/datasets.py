@@ -141,7 +141,9 @@ def _field_faults(data: DataSpec) -> Iterator[Fault]:
     for number, one in enumerate(data.held_out):
         place = f"data.held_out[{number}].name"
         if not re.search(r"[A-Za-z0-9]", one.name):
-            yield Fault(place, "holds no letter and no digit", one.name, "a name such as wiki")
+            yield Fault(
+                place, "holds no letter from a to z and no digit", one.name, "a name such as wiki"
+            )
         elif one.set_name in seen:
             message = f"is logged as {one.set_name}, as {seen[one.set_name]!r} is"
             yield Fault(place, message, one.name, "names that differ in letters or digits")
