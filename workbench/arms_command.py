@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.answers import Answer, readable, say
 from workbench.errors import Fault, UserError
 from workbench.output import write_document, write_line
+from workbench.track.parents import folder_of_study
 
 if TYPE_CHECKING:
     from workbench.track.store import RunEntry, Store
@@ -86,6 +88,7 @@ def compare_groups(
         primary=request.primary,
         tuning={name: tuning_runs(group, every, entries) for name, group in arms.items()},
         statuses={entry.folder: entry.status or "RUNNING" for entry in every},
+        planned=planned_seeds(arms),
     )
     comparison = write_arms_report(comparison, store.reports)
     assert comparison.report is not None
@@ -99,6 +102,32 @@ def compare_groups(
     folders = [entry.folder for entry in every]
     publish(document, allow, comparison.names, folders, comparison.report, say)
     return Answer(None, comparison.exit_code(strict))
+
+
+def planned_seeds(arms: Mapping[str, Sequence[RunEntry]]) -> dict[str, list[int]]:
+    """Arm -> every seed that the studies of its runs planned for them: none may be left out.
+
+    Arms of runs that no study planned are not among them.
+
+    Raises:
+        UserError: the plan of a study is damaged or was edited.
+    """
+    found: dict[str, list[int]] = {}
+    for name, group in arms.items():
+        of_arm: dict[tuple[Path, str], None] = {}
+        for entry in group:
+            assert entry.record
+            folder = folder_of_study(entry.record, entry.folder)
+            if folder is not None and entry.record.study is not None:
+                of_arm[folder, entry.record.study[1]] = None
+        for folder, arm in of_arm:
+            from workbench.study.plan import read_plan  # for runs of studies alone: it takes long
+
+            plan = read_plan(folder)
+            seeds = [run.seed for run in plan.runs if run.arm == arm] if plan else []
+            if seeds:
+                found[name] = list(dict.fromkeys([*found.get(name, []), *seeds]))
+    return found
 
 
 def tuning_runs(

@@ -14,7 +14,16 @@ import pytest
 from tiny_runs import tiny_spec, untracked_run
 
 from workbench import evaluate_run as module
-from workbench.compare import Comparison, compare_runs, write_report
+from workbench.compare import (
+    Comparison,
+    compare_arms,
+    compare_runs,
+    write_arms_report,
+    write_report,
+)
+from workbench.compare.arm_results import ArmNumber
+from workbench.compare.arms import ArmsComparison
+from workbench.compare.seeds import SeedTest, seed_test
 from workbench.errors import UserError
 from workbench.evaluate_run import evaluate_run
 from workbench.track.events import NullTracker
@@ -152,3 +161,86 @@ def test_scores_that_contradict_the_record_are_an_error(runs: Path) -> None:
     pq.write_table(table.set_column(place, "nll_sum", pa.array([1.0, 2.0, 3.0])), text)
     with pytest.raises(UserError, match=r"not the scores of held_out\.more"):
         compared(runs)
+
+
+# -- arms of several seeds
+
+
+@pytest.fixture(scope="module")
+def of_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms of two seeds, with the same set and task added to every run."""
+    home = tmp_path_factory.mktemp("arms")
+    task, text = write_inputs(home)
+    store = Store(home / "mlruns")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "tracker_for", lambda spec, store: NullTracker())
+        for name, rate in (("a", 3e-3), ("b", 3e-2)):
+            for seed in (1, 2):
+                changes: dict[str, Any] = {"optimizer": {"lr": rate}, "training": {"steps": 4}}
+                spec = tiny_spec(home, f"{name}-s{seed}", seed, **changes)
+                folder = untracked_run(spec, store).folder
+                evaluate_run(read_entry(folder), store, {"more": text}, [task])
+    return home / "mlruns/runs"
+
+
+def arms_of(home: Path, **options: Any) -> ArmsComparison:
+    arms = {name: [home / f"{name}-s{seed}" for seed in (1, 2)] for name in "ab"}
+    return compare_arms(arms, treatment=["optimizer.lr"], **options)
+
+
+def test_arms_have_both_intervals_of_what_was_added(of_seeds: Path, tmp_path: Path) -> None:
+    comparison = arms_of(of_seeds, primary="downstream/cats/acc", claims=["bpb"])
+    results = comparison.pairs[0].results
+    assert results is not None
+    for name, size in (("downstream/cats/acc", 60), ("held_out.more/nll", 3)):
+        number, prefix = results.numbers[name], name.rpartition("/")[0]
+        own = [
+            next(one for one in read_record(folder).results.additions if one.name == prefix)
+            for folder in sorted(of_seeds.glob("[ab]-s*"))
+        ]
+        assert [*number.a, *number.b] == [one.values[name] for one in own]
+        assert number.seeds is not None
+        assert number.seeds.design == "paired"
+        assert number.documents is not None
+        assert number.documents.n == size
+        low, high = number.documents.interval
+        assert number.difference is not None
+        assert low <= number.difference <= high
+    assert comparison.pairs[0].deciding == ("downstream/cats/acc",)
+    report = write_arms_report(comparison, tmp_path / "reports").report
+    assert report is not None
+    text = (report / "report.md").read_text()
+    assert "downstream/cats/acc" in text
+    assert "60 items, added by wb eval" in text
+    assert "held_out.more/nll" in text
+
+
+def test_an_arm_of_which_one_run_was_scored_otherwise_is_blank(
+    of_seeds: Path, tmp_path: Path
+) -> None:
+    home = Path(shutil.copytree(of_seeds, tmp_path / "runs"))
+    record = read_record(home / "b-s2")
+    for one in record.results.additions:
+        if one.name == "downstream/cats":
+            one.sha256 = "0" * 64
+        else:
+            one.name = "held_out.other"
+    write_record(record, home / "b-s2")
+    results = arms_of(home).pairs[0].results
+    assert results is not None
+    number = results.numbers["downstream/cats/acc"]
+    assert number.blank == "the runs scored another content under this name"
+    assert (number.difference, number.seeds, number.documents) == (None, None, None)
+    assert not [name for name in results.numbers if name.startswith("held_out.")]
+
+
+def test_more_is_better_of_what_was_right_and_nobody_wins_what_is_not_known() -> None:
+    test = seed_test([0.5, 0.51, 0.49], [0.6, 0.615, 0.588], "paired")
+    assert isinstance(test, SeedTest)
+    number = ArmNumber((0.5,), (0.6,), "1", "bpb", seeds=test)
+    won = {
+        name: number.decided(name, test.p).winner
+        for name in ("downstream/cats/acc", "downstream/lm-eval.x/word_perplexity", "held_out/nll")
+    }
+    assert list(won.values()) == ["b", None, "a"]
+    assert number.decided("downstream/lm-eval.x/brier_score", test.p).is_told_apart

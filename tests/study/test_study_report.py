@@ -464,6 +464,61 @@ def test_the_command_writes_the_report(made: Made, monkeypatch: pytest.MonkeyPat
     assert Path(document["report"]).is_dir()
 
 
+def compared(*arguments: str) -> dict[str, Any]:
+    """What `wb compare --json` says, with the ruling on the seeds beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[Any] = []
+        patch.setattr("workbench.arms_command.write_document", told.append)
+        patch.setattr("workbench.compare.arm_report.draw", lambda *_: {})  # takes seconds
+        answer = commands.call(["compare", *arguments, "--treatment", "model", "--json"])
+    assert isinstance(answer, Answer)
+    (document,) = told
+    (seeds,) = [rule for rule in document["rules"] if rule["rule"] == "seeds"]
+    return document | {"code": answer.exit_code, "seeds": seeds}
+
+
+def test_arms_of_a_study_need_all_its_seeds_in_any_comparison(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Picked from a plan, the lucky seed would look like any other."""
+    monkeypatch.setenv("WB_HOME", str(made[1].home))
+    monkeypatch.setenv("WB_MLFLOW_WAIT", "0")
+    lucky = ["--a", "small-routed-s1", "--b", "small-dense-s1"]
+    found = compared(*lucky)
+    assert (found["code"], found["verdict"], found["results"]) == (3, "refused", None)
+    assert "planned seed 2 is left out" in found["seeds"]["why"]
+    assert compared(*lucky, "--allow", "seeds=a first look")["verdict"] == "flagged"
+    both = ["--a", "small-routed-s1", "small-routed-s2", "--b", "small-dense-s1", "small-dense-s2"]
+    assert compared(*both)["verdict"] == "comparable"
+    tags = ["--a-tag", "workbench.arm=routed", "--b-tag", "workbench.arm=dense"]
+    assert compared(*tags)["verdict"] == "comparable"
+    # A seed that a later version of the plan dropped is still one that was planned.
+    write_study(made[0].parent, seeds=[1], question="Dense or | routed?", primary={"step": 4})
+    plan = read_plan(folder_of("small", made[1]))
+    assert plan is not None
+    later = version_of(load_study(made[0]), "one will do", 4)
+    write_plan(
+        folder_of("small", made[1]),
+        plan.model_copy(update={"versions": [*plan.versions, later]}),
+    )
+    assert compared(*lucky)["verdict"] == "refused"
+    # Of a study that is no longer in the store nothing is known.
+    shutil.rmtree(folder_of("small", made[1]))
+    assert compared(*lucky)["verdict"] == "comparable"
+
+
+def test_a_rerun_is_not_counted_twice(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WB_HOME", str(made[1].home))
+    monkeypatch.setenv("WB_MLFLOW_WAIT", "0")
+    copy = made[1].runs / "again"
+    shutil.copytree(made[1].runs / "small-dense-s1", copy)
+    write_record(read_record(copy).model_copy(update={"id": "f" * 32, "name": "again"}), copy)
+    dense = ["small-dense-s1", "small-dense-s2", "again"]
+    found = compared("--a", "small-routed-s1", "small-routed-s2", "--b", *dense)
+    assert (found["code"], found["results"]) == (3, None)
+    assert "seed 1 stands twice in one arm: a rerun is no further seed" in found["seeds"]["why"]
+
+
 def test_the_table_of_a_refused_study_is_its_head_alone(made: Made) -> None:
     failed(made)
     found = result(made)

@@ -1,14 +1,16 @@
-"""The numbers that `wb eval` added to both of two runs, side by side where they may stand so.
+"""The numbers that `wb eval` added to every run compared, side by side where they may stand so.
 
 Shown are those of one name, one content, one context policy and one precision, measured at the
 point compared. The difference is paired: over the documents of a set, over the items of a task.
+D documents, or items.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from workbench.compare.imported import UNTOUCHED
 from workbench.compare.measurements import RunData
 from workbench.compare.scores import BYTES, NLL_SUM, TOKENS, read_scores
-from workbench.compare.stats import Floats, document_interval
+from workbench.compare.stats import LEVEL, Floats, document_interval
 from workbench.errors import UserError
 from workbench.spec.checklist import Claim
 from workbench.track.record import Addition
@@ -32,6 +34,23 @@ _HITS = {"acc": "right", "acc_norm": "right_norm"}
 Added = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class AddedNumber:
+    """One added number of two arms: its value in every run, those of the first arm first.
+
+    `blank` says why the values may not be shown. `documents` is how many documents or items an
+    interval is over, and its ends; `no_documents` why there is none.
+    """
+
+    values: tuple[float | None, ...]
+    unit: str
+    claim: Claim
+    what: str
+    blank: str | None = None
+    documents: tuple[int, tuple[float, float]] | None = None
+    no_documents: str | None = None
+
+
 def added_numbers(
     a: RunData, b: RunData, tokens: int, refused: Mapping[Claim, str]
 ) -> dict[str, Added]:
@@ -41,25 +60,58 @@ def added_numbers(
         UserError: a file of scores is damaged, or contradicts the record.
     """
     found: dict[str, Added] = {}
-    names = dict.fromkeys(one.name for one in a.record.results.additions)
-    others = {one.name for one in b.record.results.additions}
-    for name in (name for name in names if name in others):
-        first, second = (_at(run, name, tokens) for run in (a, b))
-        why = _unlike(first, second, tokens)
-        rows = None if why else [_rows(run.folder, one) for run, one in ((a, first), (b, second))]
-        for metric in _metrics(name, a, b):
-            full = f"{name}/{metric}"
-            claim = _claim(name, metric)
-            fields: Added = {"a": None, "b": None, "unit": _unit(metric), "claim": claim}
-            fields["what"] = _what(name, first)
-            if claim in refused:
-                fields["blank"] = f"refused: {refused[claim]}"
-            elif why:
-                fields["blank"] = why
-            else:
-                fields |= {"a": first.values.get(full), "b": second.values.get(full)}
-                fields |= _interval(rows, metric)
-            found[full] = fields
+    for name, one in added_to_arms([a], [b], tokens, refused).items():
+        fields: Added = {"a": one.values[0], "b": one.values[1], "unit": one.unit}
+        fields |= {"claim": one.claim, "what": one.what}
+        fields |= {"blank": one.blank} if one.blank else {}
+        fields |= {"no_interval": one.no_documents} if one.no_documents else {}
+        fields |= {"documents": one.documents} if one.documents else {}
+        found[name] = fields
+    return found
+
+
+def added_to_arms(
+    a: Sequence[RunData],
+    b: Sequence[RunData],
+    tokens: int,
+    refused: Mapping[Claim, str],
+    *,
+    level: float = LEVEL,
+    over_documents: bool = True,
+) -> dict[str, AddedNumber]:
+    """Name -> the number of every run of two arms, where all of them have it.
+
+    Args:
+        refused: claim -> the rules that refuse it.
+        level: of the intervals over documents, in which every arm is the mean of its runs.
+        over_documents: whether to draw them.
+
+    Raises:
+        UserError: a file of scores is damaged, or contradicts the record.
+    """
+    runs = [*a, *b]
+    found: dict[str, AddedNumber] = {}
+    names = dict.fromkeys(one.name for one in a[0].record.results.additions)
+    others = [{one.name for one in run.record.results.additions} for run in runs[1:]]
+    for name in (name for name in names if all(name in other for other in others)):
+        every = [_at(run, name, tokens) for run in runs]
+        unlike = (_unlike(every[0], one, tokens) for one in every[1:])
+        why = next(filter(None, unlike), None)
+        rows: list[Mapping[str, Floats] | None] = []
+        if why is None and over_documents:
+            rows = [_rows(run.folder, one) for run, one in zip(runs, every, strict=True)]
+        for metric in _metrics(name, runs):
+            full, claim = f"{name}/{metric}", _claim(name, metric)
+            blank = f"refused: {refused[claim]}" if claim in refused else why
+            values = tuple(None if blank else one.values.get(full) for one in every)
+            number = AddedNumber(values, _unit(metric), claim, _what(name, every[0]), blank)
+            if rows and not blank:
+                interval = _interval(rows[: len(a)], rows[len(a) :], metric, level)
+                if isinstance(interval, str):
+                    number = replace(number, no_documents=interval)
+                else:
+                    number = replace(number, documents=interval)
+            found[full] = number
     return found
 
 
@@ -82,13 +134,13 @@ def _unlike(a: Addition, b: Addition, tokens: int) -> str | None:
     return None
 
 
-def _metrics(name: str, a: RunData, b: RunData) -> list[str]:
-    """The numbers of one name that both runs have, without errors and counts."""
+def _metrics(name: str, runs: Sequence[RunData]) -> list[str]:
+    """The numbers of one name that all runs have, without errors and counts."""
     keys = [
         {key for one in run.record.results.additions if one.name == name for key in one.values}
-        for run in (a, b)
+        for run in runs
     ]
-    shared = sorted(key.removeprefix(f"{name}/") for key in keys[0] & keys[1])
+    shared = sorted(key.removeprefix(f"{name}/") for key in set.intersection(*keys))
     return [key for key in shared if not ("stderr" in key or key == "items")]
 
 
@@ -148,22 +200,40 @@ def _differ(value: float, one: Addition, metric: str) -> bool:
     return not math.isclose(value, recorded, rel_tol=1e-9)
 
 
-def _interval(rows: Any, metric: str) -> Added:
-    """The interval of the paired difference, or why there is none."""
-    a, b = rows
-    if a is None or b is None:
-        return {"no_interval": "the scores of single documents or items are not at hand"}
-    if metric in _SETS and "set" in a:
-        weight = a["set"][:, _SETS[metric]]
-        if not np.array_equal(weight, b["set"][:, _SETS[metric]]):
-            return {"no_interval": "the runs scored other parts of the documents"}
-        difference = b["set"][:, NLL_SUM] - a["set"][:, NLL_SUM]
-        difference = difference / (math.log(2) if metric == "bits_per_byte" else 1.0)
-    elif metric in a:
-        difference, weight = b[metric] - a[metric], np.ones(len(a[metric]))
-    else:
-        return {"no_interval": "it is no mean over documents or items"}
-    interval = document_interval(difference, weight, np.random.default_rng(INTERVAL_SEED))
+_Rows = Sequence[Mapping[str, Floats] | None]
+
+
+def _interval(
+    a: _Rows, b: _Rows, metric: str, level: float
+) -> tuple[int, tuple[float, float]] | str:
+    """How many documents or items, and the interval of the paired difference; or why there is
+    none."""
+    sums: list[Floats] = []
+    weight: Floats | None = None
+    for rows in (*a, *b):
+        if rows is None:
+            return "the scores of single documents or items are not at hand"
+        scored = _scored(rows, metric)
+        if scored is None:
+            return "it is no mean over documents or items"
+        if weight is not None and not np.array_equal(weight, scored[1]):
+            return "the runs scored other parts of the documents"
+        sums.append(scored[0])
+        weight = scored[1]
+    assert weight is not None
+    difference = np.mean(sums[len(a) :], axis=0) - np.mean(sums[: len(a)], axis=0)
+    rng = np.random.default_rng(INTERVAL_SEED)
+    interval = document_interval(difference, weight, rng, level=level)
     if interval is None:
-        return {"no_interval": "there are fewer than two, or some that nothing can be drawn from"}
-    return {"documents": (len(weight), interval)}
+        return "there are fewer than two, or some that nothing can be drawn from"
+    return len(weight), interval
+
+
+def _scored(rows: Mapping[str, Floats], metric: str) -> tuple[Floats, Floats] | None:
+    """The sum of every document or item [D] and its weight [D]; None: there are none of it."""
+    if metric in _SETS and "set" in rows:
+        unit = math.log(2) if metric == "bits_per_byte" else 1.0
+        return rows["set"][:, NLL_SUM] / unit, rows["set"][:, _SETS[metric]]
+    if metric in rows:
+        return rows[metric], np.ones(len(rows[metric]))
+    return None

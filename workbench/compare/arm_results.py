@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from workbench.compare.added import added_to_arms
 from workbench.compare.arm_documents import DocumentMeans, document_means
 from workbench.compare.measurements import RunData
 from workbench.compare.results import (
@@ -35,8 +36,9 @@ from workbench.spec.checklist import Claim
 Values = tuple[float | None, ...]
 Winner = Literal["a", "b"]
 
-# Where more is better; of everything else with a claim, less is.
-_MORE_IS_BETTER = ("tokens_per_s",)
+# The last parts of the names of numbers of which it is known which way is better.
+_MORE_IS_BETTER = ("tokens_per_s", "acc", "acc_norm", "exact_match", "f1")
+_LESS_IS_BETTER = ("nll", "clean_nll", "perplexity", "bits_per_byte", "peak_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,18 @@ class ArmNumber:
         """
         if self.seeds is None or self.blank:
             return self
-        winner: Winner | None = None
-        if p_adjusted < 1 - LEVEL and self.seeds.excludes_zero:
-            is_more = self.seeds.difference > 0
-            more_wins = name.rpartition("/")[2] in (*_MORE_IS_BETTER, "acc", "acc_norm")
-            winner = "b" if is_more == more_wins else "a"
-        return replace(self, p_adjusted=p_adjusted, winner=winner)
+        found = replace(self, p_adjusted=p_adjusted)
+        kind = name.rpartition("/")[2]
+        if not found.is_told_apart or kind not in (*_MORE_IS_BETTER, *_LESS_IS_BETTER):
+            return found
+        is_more = self.seeds.difference > 0
+        return replace(found, winner="b" if is_more == (kind in _MORE_IS_BETTER) else "a")
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether test and interval agree that the arms differ, whichever way is better."""
+        significant = self.p_adjusted is not None and self.p_adjusted < 1 - LEVEL
+        return significant and self.seeds is not None and self.seeds.excludes_zero
 
     def to_json(self) -> dict[str, Any]:
         """The number as `wb compare --json` prints it."""
@@ -216,6 +224,13 @@ def arm_results(
                 blank = "other documents are clean in each"
                 clean = replace(clean, a=none * len(a), b=none * len(b), blank=blank, seeds=None)
             numbers[f"{name}/clean_nll"] = clean
+    added = added_to_arms(a, b, tokens, refused, level=level, over_documents=over_documents)
+    for name, one in added.items():
+        drawn = Documents(*one.documents) if one.documents else None
+        tested = number(one.values, one.unit, one.what, claim=one.claim)
+        if one.blank is not None:
+            tested = replace(tested, blank=one.blank, no_seeds=None)
+        numbers[name] = replace(tested, documents=drawn, no_documents=one.no_documents)
     stream = [train_nll(run.metrics, tokens) for run in runs]
     for name, (per_run, unit, about, claim_of) in training_numbers(runs, tokens, stream).items():
         numbers[name] = number(per_run, unit, about, claim=claim_of)

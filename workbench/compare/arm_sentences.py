@@ -60,6 +60,8 @@ def verdict_sentence(pair: ArmPair, name: str) -> str:
         better, worse = (second, first) if number.winner == "b" else (first, second)
         way = "lower" if _is_lower(number, better == second) else "higher"
         return f"{better} is better than {worse} at this budget: its {name} is {way}."
+    if number.is_told_apart:
+        return f"{second} and {first} differ in {name}; of this number no way is known as better."
     if number.seeds is not None:
         return f"{second} is not distinguishable from {first} in {name} at this budget."
     if _is_same(number):
