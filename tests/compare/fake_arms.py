@@ -34,6 +34,7 @@ def write_arm(
     *,
     record: dict[str, Any] | None = None,
     noise: int | None = None,
+    spread: float = 0.002,
     **changes: Any,
 ) -> list[Path]:
     """The folders of an arm's runs.
@@ -42,6 +43,7 @@ def write_arm(
         shifts: seed -> how much the NLL of its run is above that of a run with shift 0.
         record: fields of every run's record.
         noise: draws what single documents cost; by default the seed does.
+        spread: the standard deviation of that, in nats per token.
         changes: sections of every run's spec.
     """
     folders = []
@@ -53,9 +55,8 @@ def write_arm(
             points=points_of_seed(seed),
             **(record or {}),
         )
-        folders.append(
-            write_run(home / run, made, shift=shift, seed=seed if noise is None else noise)
-        )
+        drawn = seed if noise is None else noise
+        folders.append(write_run(home / run, made, shift=shift, seed=drawn, spread=spread))
     return folders
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pyarrow
 import pytest
 from fake_arms import write_arm
+from fake_runs import full_spec
 from pyarrow import parquet
+from pydantic import ValidationError
 
 from workbench.arms_command import ArmsRequest, single_pair, tuning_runs, with_several
 from workbench.commands import call
@@ -228,6 +230,28 @@ def test_unequal_choices_are_stated(home: Path) -> None:
     said = " ".join(render_arms(comparison).split())
     assert "same experiment and same model: gqa 0, mha 7. Unequal numbers" in said
     assert "Evaluations of each run up to the point compared: gqa 5, mha 5." in said
+
+
+def test_what_choosing_the_best_checkpoint_would_add_is_named(tmp_path: Path) -> None:
+    """Nothing is chosen: a spec has no other rule than the last. What choosing would give is said,
+    as it is no property of an arm."""
+    for name in ("base", "other"):
+        write_arm(tmp_path, name, {1: 0.0, 2: 0.01}, spread=3.0, **(MHA if name == "other" else {}))
+    arms = {name: sorted(tmp_path.glob(f"{name}-s*")) for name in ("base", "other")}
+    comparison = compare_arms(arms, treatment=["model"])
+    said = " ".join(render_arms(comparison).split())
+    assert "Checkpoint: last of every run." in said
+    results = comparison.pairs[0].results
+    assert results is not None
+    series = results.series["held_out/nll"]
+    for name, table in (("base", series.a), ("other", series.b)):
+        gain = float((table[-1] - table.min(axis=0)).mean())
+        assert gain > 0
+        assert f"{gain:.2g} nats/token of held_out/nll in {name}" in said
+    assert "by its own choice and not by the arm" in said
+    assert "None of it is in the numbers here." in said
+    with pytest.raises(ValidationError, match="Input should be 'last'"):
+        full_spec(evaluation={"select": "best"})
 
 
 def test_tuning_runs_are_counted_from_the_store(home: Path) -> None:
