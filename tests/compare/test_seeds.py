@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from workbench.compare.seeds import (
     Design,
@@ -45,6 +46,30 @@ def test_two_seeds_of_two_pretrained_arms(
     assert found.interval == pytest.approx(interval, abs=1e-3)
     assert not found.excludes_zero
     assert (found.lower, found.higher) == (2, 0)
+
+
+@pytest.mark.parametrize("design", ["paired", "unpaired"])
+@pytest.mark.parametrize("level", [0.95, 1 - 0.05 / 9])
+def test_the_tests_are_those_of_scipy(design: Design, level: float) -> None:
+    """To the last digits, however far the values lie from each other."""
+    rng = np.random.default_rng(8)
+    for n in (2, 3, 5, 10):
+        for shift, spread in ((0.0, 1e-6), (1e-3, 0.02), (3.0, 1.0), (-40.0, 0.001)):
+            a = 5 + spread * rng.standard_normal(n)
+            b = 5 + shift + 3 * spread * rng.standard_normal(n)
+            found = seed_test(a, b, design, level)
+            assert isinstance(found, SeedTest)
+            if design == "paired":
+                expected = stats.ttest_rel(b, a)
+            else:
+                expected = stats.ttest_ind(b, a, equal_var=False)
+            assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
+            assert found.df == pytest.approx(expected.df, rel=1e-9)
+            interval = expected.confidence_interval(level)
+            assert found.interval == pytest.approx((interval.low, interval.high), rel=1e-9)
+            quantile = stats.t.ppf((1 + level) / 2, expected.df)
+            half = (interval.high - interval.low) / 2
+            assert found.standard_error == pytest.approx(half / quantile, rel=1e-9)
 
 
 def test_paired_by_hand() -> None:

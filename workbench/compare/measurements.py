@@ -21,6 +21,7 @@ from workbench.compare.scores import BYTES, TOKENS, SetScores, read_scores, scor
 from workbench.compare.table import Table, read_table
 from workbench.errors import UserError
 from workbench.spec.held_out import logged_name
+from workbench.spec.run import RunSpec
 from workbench.track.journal import legacy_cells, perplexity
 from workbench.track.record import NotApplicable, RunRecord, SetFacts, strict
 
@@ -58,7 +59,7 @@ def read_run(folder: Path, record: RunRecord, scored_at: Container[int] | None =
     if record.imported is not None:
         check_imported_metrics(path, metrics, record)
         return RunData(folder, record, metrics, {})
-    table = _Table(path, metrics)
+    table = _Table(path, metrics, record.run_spec)
     lines = table.lines(record)
     table.require_rows(record, lines)
     _check_sets(table, record)
@@ -83,8 +84,8 @@ def read_run(folder: Path, record: RunRecord, scored_at: Container[int] | None =
 class _Table:
     """`metrics.csv` with the place of every cell."""
 
-    def __init__(self, path: Path, metrics: Table) -> None:
-        self.path, self.metrics = path, metrics
+    def __init__(self, path: Path, metrics: Table, spec: RunSpec) -> None:
+        self.path, self.metrics, self.spec = path, metrics, spec
 
     def error(self, line: int, message: str, value: Any = None, allowed: str = "") -> UserError:
         """What is wrong in a line (the first is 0, below the heads)."""
@@ -107,7 +108,7 @@ class _Table:
         if "tokens" not in self.metrics:
             raise UserError.at(str(self.path), "there is no column `tokens`", None, UNTOUCHED)
         lines: dict[int, int] = {}
-        last, end = -1, record.run_spec.training.steps
+        last, end = -1, self.spec.training.steps
         steps, tokens_at = self.metrics.numbers("step"), self.metrics.numbers("tokens")
         whole = bool(np.isfinite(steps).all() and (steps == np.floor(steps)).all())
         whole = whole and bool((np.diff(steps) > 0).all())
@@ -138,17 +139,17 @@ class _Table:
         for point in record.points:
             if point.step not in lines:
                 raise self.missing(point.step, "the record says was evaluated")
-        if not record.resumes and self._has_logged(record, lines):
+        if not record.resumes and self._has_logged(lines):
             return
-        for step in _logged(record, max(lines, default=0)):
+        for step in _logged(record, self.spec, max(lines, default=0)):
             if step not in lines:
                 raise self.missing(step, "the spec logs")
             if self.cell("train/nll", lines[step]) is None:
                 raise self.error(lines[step], "there is no train/nll, which the spec logs")
 
-    def _has_logged(self, record: RunRecord, lines: Mapping[int, int]) -> bool:
+    def _has_logged(self, lines: Mapping[int, int]) -> bool:
         """Whether every step of one cadence has its row and its number."""
-        spec, last = record.run_spec, max(lines, default=0)
+        spec, last = self.spec, max(lines, default=0)
         due = set(range(spec.telemetry.log_steps, last + 1, spec.telemetry.log_steps))
         if every := spec.evaluation.eval_steps:
             due |= set(range(every, last + 1, every))
@@ -197,9 +198,9 @@ class _Table:
         return found
 
 
-def _logged(record: RunRecord, last: int) -> Iterator[int]:
+def _logged(record: RunRecord, spec: RunSpec, last: int) -> Iterator[int]:
     """The steps up to `last` that a run leaves a row for, by the cadence that held at each."""
-    cadences = _cadences(record)
+    cadences = _cadences(record, spec)
     for step in range(1, last + 1):
         # Up to and with the step of a resume the cadence of before it held; the row of that step
         # itself stayed only where the cadence after it keeps it too.
@@ -219,9 +220,8 @@ class _Cadence:
         return step % self.log == 0 or bool(self.evaluate and step % self.evaluate == 0)
 
 
-def _cadences(record: RunRecord) -> list[_Cadence]:
+def _cadences(record: RunRecord, spec: RunSpec) -> list[_Cadence]:
     """One for each stretch between two resumes, taken back from the record's own spec."""
-    spec = record.run_spec
     log, evaluate = spec.telemetry.log_steps, spec.evaluation.eval_steps
     found = [_Cadence(None, log, evaluate)]
     for resume in reversed(record.resumes):
@@ -236,7 +236,7 @@ def _check_sets(table: _Table, record: RunRecord) -> None:
     """Every evaluation set of the metrics is in the record too, so that a rule judges it."""
     found = {name.removesuffix("/nll") for name in table.metrics if name.endswith("/nll")}
     recorded = record.effective.evaluation
-    asked = {name for name in record.run_spec.evaluation.sets if name not in recorded}
+    asked = {name for name in table.spec.evaluation.sets if name not in recorded}
     found -= {"train", *asked, *(logged_name(name, one.status) for name, one in recorded.items())}
     for name in sorted(found):
         message = f"the record knows of no evaluation set {name}"
