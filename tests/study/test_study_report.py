@@ -123,6 +123,7 @@ def test_the_report_is_whole_and_says_what_a_newcomer_asks(made: Made) -> None:
     for part in (
         "verdict: comparable",
         "treatment: model (declared)",
+        "they differ in: `model.intermediate_size` (32, 96), `model.mlp_type`",
         "frozen",
         "before the first run",
         "4 of 4 runs finished",
@@ -257,6 +258,7 @@ def test_a_run_that_is_missing_is_shown_and_refuses_its_arm(
     assert "planned seed 2 is left out" in decision.words
     text = (written(made, found) / "report.md").read_text()
     assert "INCOMPLETE" in text
+    assert "because of: seeds (dense): see Checklist" in text
     assert "planned seed 2 is left out" in text
     row = next(line for line in text.splitlines() if line.startswith("| dense") and state in line)
     assert "| no" in row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -126,8 +126,8 @@ def checklist(outcome: StudyResult) -> list[Block]:
     for pair in comparison.pairs:
         for ruling in pair.judgement.rules:
             if any(ruling.effects.values()):
-                label = _label(pair, outcome.baseline)
-                said.setdefault(f"{ruling.rule}: {why(ruling)}", []).append(label)
+                who = label(pair, outcome.baseline)
+                said.setdefault(f"{ruling.rule}: {why(ruling)}", []).append(who)
     written = ", contrasts as they are written" if contrasts else ""
     legend = (
         f"Each arm against {outcome.baseline}{written}. N, B, T, M: what a difference does to nll,"
@@ -141,7 +141,7 @@ def checklist(outcome: StudyResult) -> list[Block]:
 
 def _rules(pairs: Sequence[ArmPair], baseline: str) -> Block:
     """Every rule with its outcome for each of the pairs."""
-    head = ["rule", "N B T M", *(_label(pair, baseline) for pair in pairs)]
+    head = ["rule", "N B T M", *(label(pair, baseline) for pair in pairs)]
     rows: list[list[Cell]] = []
     for name, rule in RULES.items():
         effects = " ".join((rule.effects.get(claim) or "-")[0] for claim in CLAIMS)
@@ -154,7 +154,8 @@ def _rules(pairs: Sequence[ArmPair], baseline: str) -> Block:
     return table(head, rows)
 
 
-def _label(pair: ArmPair, baseline: str) -> str:
+def label(pair: ArmPair, baseline: str) -> str:
+    """What a comparison is called: the arm, or both where the other is not the baseline."""
     return pair.b.name if pair.a.name == baseline else f"{pair.b.name} - {pair.a.name}"
 
 
@@ -162,16 +163,13 @@ def differences(outcome: StudyResult) -> list[Block]:
     """The settings that are not the same in every arm; the equal ones on demand."""
     document = outcome.status.plan.latest.document["arms"]
     names = [arm for arm in outcome.arms if arm in document]
+    found = different_settings(document, names)
     leaves = dict.fromkeys(leaf for arm in names for leaf in document[arm])
-    different: list[list[Cell]] = []
-    equal: list[list[Cell]] = []
-    for leaf in leaves:
-        values = [document[arm].get(leaf) for arm in names]
-        if all(value == values[0] for value in values):
-            equal.append([leaf, show(values[0])])
-        else:
-            different.append([leaf, *map(show, values)])
-    guards = {str(tag_of(leaf).rule) for leaf in leaves if _differs(document, names, leaf)}
+    different: list[list[Cell]] = [[leaf, *map(show, values)] for leaf, values in found.items()]
+    equal: list[list[Cell]] = [
+        [leaf, show(document[names[0]].get(leaf))] for leaf in leaves if leaf not in found
+    ]
+    guards = {str(tag_of(leaf).rule) for leaf in found}
     blocks: list[Block] = []
     if different and len(names) <= _MOST_COLUMNS:
         blocks.append(table(["setting", *names], different))
@@ -181,6 +179,16 @@ def differences(outcome: StudyResult) -> list[Block]:
         blocks.append(paragraph(f"They are guarded by: {', '.join(sorted(guards))}."))
     blocks.append(Fold(f"{len(equal)} settings are equal", (table(["setting", "all"], equal),)))
     return blocks
+
+
+def different_settings(
+    document: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, list[Any]]:
+    """The settings that are not the same in every arm, each with the value in each of `names`; None
+    where an arm has no such setting."""
+    leaves = dict.fromkeys(leaf for arm in names for leaf in document[arm])
+    values = {leaf: [document[arm].get(leaf) for arm in names] for leaf in leaves}
+    return {leaf: found for leaf, found in values.items() if any(v != found[0] for v in found)}
 
 
 def _by_value(names: Sequence[str], row: Sequence[Cell]) -> Words:
@@ -266,8 +274,3 @@ def _facts_of(record: RunRecord) -> dict[str, str]:
     if isinstance(versions, dict):
         facts |= {name: version for name, version in versions.items() if name not in facts}
     return {key: show(value) for key, value in facts.items()}
-
-
-def _differs(document: dict[str, Any], names: Sequence[str], leaf: str) -> bool:
-    values = [document[arm].get(leaf) for arm in names]
-    return any(value != values[0] for value in values)

@@ -17,6 +17,7 @@ from workbench.compare.document import (
     Facts,
     Figures,
     Heading,
+    Inline,
     Words,
 )
 from workbench.compare.report_folder import (
@@ -28,6 +29,7 @@ from workbench.compare.report_folder import (
     write_texts,
 )
 from workbench.compare.tidy import COLUMNS
+from workbench.compare.words import show
 from workbench.spec.checklist import CLAIMS, RULESET_VERSION
 from workbench.study import grounds, sections
 from workbench.study.figures import draw
@@ -124,11 +126,13 @@ def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words
         rule += f"; differences below {decision['smallest_difference']:g} are not counted"
     rows: list[tuple[str, Words]] = [
         ("verdict", (Badge(outcome.verdict, outcome.verdict), *_claims(outcome))),
+        *_reasons(outcome),
         ("treatment", (f"{', '.join(document['treatment'])} (declared)",)),
         (
             "arms",
             (f"{len(outcome.arms)}, each against ", Code(outcome.baseline), *_further(outcome)),
         ),
+        *_unlike(outcome),
         ("seeds", (", ".join(map(str, plan.seeds)),)),
         ("decided by", (Code(outcome.metric), f" at {at}, {rule}")),
         ("runs", (summary(status.states),)),
@@ -161,6 +165,35 @@ def _claims(outcome: StudyResult) -> Words:
         return ()
     found = outcome.comparison.claims
     return (" (" + " · ".join(f"{claim} {found[claim]}" for claim in CLAIMS) + ")",)
+
+
+def _reasons(outcome: StudyResult) -> list[tuple[str, Words]]:
+    """The rules that the verdict comes from, each with the comparisons that it touches."""
+    comparison = outcome.comparison
+    touched: dict[str, list[str]] = {}
+    for pair in comparison.pairs if comparison else ():
+        label = grounds.label(pair, outcome.baseline)
+        for ruling in pair.judgement.rules:
+            if ruling.over(pair.asked) != "comparable":
+                touched.setdefault(ruling.rule, []).append(label)
+    said = [f"{rule} ({', '.join(labels)})" for rule, labels in touched.items()]
+    return [("because of", (f"{'; '.join(said)}: see Checklist",))] if said else []
+
+
+def _unlike(outcome: StudyResult) -> list[tuple[str, Words]]:
+    """The settings in which the arms differ: those that every arm has by name, the rest counted."""
+    document = outcome.status.plan.latest.document["arms"]
+    names = [arm for arm in outcome.arms if arm in document]
+    different = grounds.different_settings(document, names)
+    everywhere = {leaf: values for leaf, values in different.items() if None not in values}
+    words: list[Inline] = []
+    for leaf, values in everywhere.items():
+        shown = ", ".join(dict.fromkeys(map(show, values)))
+        words += [*([", "] if words else []), Code(leaf), f" ({shown})"]
+    rest = len(different) - len(everywhere)
+    if rest:
+        words.append(f"{' and ' if words else ''}{rest} more, under What differs")
+    return [("they differ in", tuple(words))] if words else []
 
 
 def data(outcome: StudyResult) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 
 from workbench.compare.arm_results import ArmNumber
@@ -92,7 +93,7 @@ def _sureness(outcome: StudyResult) -> str:
     least = detectable(test.spread, test.n[0], test.design, test.level)
     said += (
         f" With {test.n[0]} seeds an arm and this spread between seeds, a difference has to be"
-        f" {least:.2g} or more to be found with {POWER:.0%} power"
+        f" {least:.2g} {unit} or more to be found with {100 * POWER:.0f} % power"
     )
     needed = seeds_needed(largest, test.spread, test.design, test.level)
     more = "more than 10,000" if needed is None else f"about {needed:,}"
@@ -268,7 +269,11 @@ def _by_arm(outcome: StudyResult) -> dict[str, dict[str, _Values]]:
 def _cell(name: str, values: _Values | None) -> str:
     if values is None or values[1] or any(value is None for value in values[0]):
         return "-"
-    return _mean(name, values[0], 4)
+    known = [value for value in values[0] if value is not None]
+    spread = statistics.stdev(known) if len(known) > 1 and all(map(math.isfinite, known)) else 0.0
+    # Two digits of the spread: more would say what another seed takes back.
+    digits = 4 if spread <= 0 else min(_MOST, max(0, 1 - math.floor(math.log10(spread))))
+    return _mean(name, values[0], digits)
 
 
 def _mean(name: str, values: Sequence[float | None], digits: int) -> str:
