@@ -28,6 +28,7 @@ from workbench.compare_command import (
 from workbench.data_commands import app as data_app
 from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
+from workbench.export_command import export
 from workbench.import_commands import app as import_app
 from workbench.keep_commands import sync, verify
 from workbench.output import write_document, write_line
@@ -154,6 +155,7 @@ app.command()(verify)
 app.command()(explain)
 app.command()(diff)
 app.command()(sync)
+app.command()(export)
 
 
 @app.command("list")
