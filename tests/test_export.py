@@ -101,9 +101,9 @@ def test_others_compute_the_logits_of_the_run(tmp_path: Path) -> None:
         ({"model": {"mlp_type": "dense", "tie_word_embeddings": False, "qk_norm": False}}, 1e-5),
         ({"model": {"mlp_type": "learned_router", "top_k": 1, "attention_type": "mqa",
                     "num_key_value_heads": 1}}, 1e-5),
-        ({"model": {"mlp_type": "learned_router", "shared_expert": False,
-                    "shared_intermediate_size": None, "attention_type": "mha",
-                    "num_key_value_heads": 4}}, 1e-5),
+        pytest.param({"model": {"mlp_type": "learned_router", "shared_expert": False,
+                                "shared_intermediate_size": None, "attention_type": "mha",
+                                "num_key_value_heads": 4}}, 1e-5, marks=pytest.mark.slow),
         ({"training": {"precision": "bf16"}}, 0.02),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from workbench.core.data.atomic import sync_folder, temporary_name
 from workbench.core.layers import EPSILON
 from workbench.core.load_model import LoadedModel, load_model
-from workbench.core.moe import TokenRouted
+from workbench.core.moe import RoutedFeedForward, TokenRouted
 from workbench.errors import StoreError, UserError, storing
 from workbench.track.record import RunRecord, write_json
 
@@ -114,8 +114,8 @@ def _tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     if loaded.spec.model.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     for layer, mlp in enumerate(loaded.model.feed_forwards):
-        if getattr(mlp, "has_gates", False):
-            for part, gate in zip(("shared", "routed"), mlp.gates(), strict=True):  # type: ignore[union-attr]
+        if isinstance(mlp, RoutedFeedForward) and mlp.has_gates:
+            for part, gate in zip(("shared", "routed"), mlp.gates(), strict=True):
                 tensors[f"layers.{layer}.mlp.{part}_output_gate"] = gate.detach()
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 

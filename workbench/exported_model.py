@@ -4,9 +4,10 @@ This file stands alone: it needs torch and safetensors, and nothing of the packa
 model. `wb export` copies it beside the weights.
 
     from model import load
-    logits = load(".")(ids)        # ids [batch, sequence] int64 -> float32 [batch, sequence, vocabulary]
+    logits = load(".")(ids)        # ids [B, S] int64 -> float32 [B, S, V]
 
-B batch, S sequence, H hidden, V vocabulary, N heads, G key/value heads, D head dim, E experts, K routes.
+B batch, S sequence, H hidden, V vocabulary, N heads, G key/value heads, D head dim, E experts,
+K routes.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ class Model:
     def attention(self, at: str, x: Tensor) -> Tensor:
         """Causal attention of N heads, G of keys and values; rotary positions on halves."""
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        q = self.product(x, self.weights[at + "q_proj.weight"]).unflatten(-1, (heads, -1))
-        k = self.product(x, self.weights[at + "k_proj.weight"]).unflatten(-1, (kv_heads, -1))
-        v = self.product(x, self.weights[at + "v_proj.weight"]).unflatten(-1, (kv_heads, -1))
+        q, k, v = (
+            self.product(x, self.weights[f"{at}{one}_proj.weight"]).view(*x.shape[:2], count, -1)
+            for one, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
         if self.config["qk_norm"]:
             q, k = self.normed(at + "q_norm", q), self.normed(at + "k_norm", k)
         q, k = self.rotated(q.float()), self.rotated(k.float())
@@ -137,7 +139,8 @@ class Model:
         stacks = [self.weights[f"{at}{one}_proj_w"] for one in ("gate", "up", "down")]
         gate, up = (w.transpose(1, 2).flatten(0, 1) for w in stacks[:2])  # [E*W, H]
         hidden = self.kept(F.silu(self.product(x, gate)) * self.product(x, up))
-        by_expert = hidden.unflatten(-1, (self.config["num_experts"], -1)) * routes.unsqueeze(-1)
+        apart = hidden.view(*x.shape[:2], self.config["num_experts"], -1)
+        by_expert = apart * routes.unsqueeze(-1)
         return self.product(self.kept(by_expert.flatten(-2)), stacks[2].flatten(0, 1).t())
 
 

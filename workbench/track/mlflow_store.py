@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
+from workbench.track import mlflow_models as models
 from workbench.track import moved_store, parents
 from workbench.track.comparisons import comparison_tags, report_files
 from workbench.track.feeder import MlflowTracker, tracking_address
@@ -206,6 +207,7 @@ class Feed:
             self._beat_heart(position)
         try:
             self._send_artifacts(position, record, ended=status != "RUNNING")
+            self._send_model(position, record)
         finally:
             # Artifacts that find no room must not leave a run that has ended as a running one.
             if status not in ("RUNNING", position.status):
@@ -388,6 +390,16 @@ class Feed:
                 client.log_artifact(run_id, str(path), name.rpartition("/")[0] or None)
                 position.artifacts[name] = content
                 self._note(position)
+
+    def _send_model(self, position: Position, record: RunRecord) -> None:
+        """The model of a run that has finished, by reference to its checkpoint."""
+        import mlflow.entities as entities
+
+        client, folder = self._target.client, self._folder
+        where = (position.experiment_id, position.run_id)
+        if made := models.send(client, entities, *where, folder, record, position.models):
+            position.models[made[0]] = made[1]
+            self._note(position)
 
     def _artifacts(self) -> list[tuple[Path, str]]:
         """The files of the run, then those of the reports it is part of; names as in MLflow."""

@@ -23,6 +23,7 @@ class Position(BaseModel):
     datasets: list[str] = []
     additions: list[str] = []
     artifacts: dict[str, str] = {}
+    models: dict[str, str] = {}  # SHA-256 of a checkpoint -> the logged model; "": it keeps none
     status: str | None = None
 
 
