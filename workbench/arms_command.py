@@ -11,6 +11,7 @@ from workbench.answers import Answer, readable, say
 from workbench.errors import Fault, UserError
 from workbench.output import write_document, write_line
 from workbench.track.parents import folder_of_study
+from workbench.track.server_runs import find_run
 
 if TYPE_CHECKING:
     from workbench.track.store import RunEntry, Store
@@ -158,7 +159,7 @@ def _arms(
         ("--a", names[0], request.a, request.a_tags),
         ("--b", names[1], request.b, request.b_tags),
     ):
-        group = [readable(store.find_run(text)) for text in _split(runs)]
+        group = [readable(find_run(store, text, whole=True)) for text in _split(runs)]
         if tags:
             group += _tagged(f"{option}-tag", tags, entries)
         if not group:
@@ -192,7 +193,7 @@ def _named_arms(request: ArmsRequest, store: Store) -> dict[str, list[RunEntry]]
             raise UserError.at("--arm", "a name and runs are needed", given, "NAME=RUN,RUN")
         if name in found:
             raise UserError.at("--arm", "this name stands twice", name, "another name")
-        found[name] = [readable(store.find_run(text)) for text in _split([runs])]
+        found[name] = [readable(find_run(store, text, whole=True)) for text in _split([runs])]
     return found
 
 

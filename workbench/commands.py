@@ -160,11 +160,23 @@ app.command()(export)
 
 @app.command("list")
 def list_runs(as_json: AsJson = False, debug: Debug = False) -> Answer:
-    """List the runs of the store, newest first."""
-    from workbench.track.store import Store
-    from workbench.views import run_rows, run_table
+    """List the runs of the store, newest first, and those of the server that is set.
 
-    rows = run_rows(Store())
+    The server is that of MLFLOW_TRACKING_URI.
+    """
+    from workbench.track.server_runs import other_runs
+    from workbench.track.store import Store
+    from workbench.views import run_row, run_rows, run_table
+
+    store = Store()
+    rows = run_rows(store)
+    try:
+        others, faults = other_runs(store, store.list_runs())
+    except StoreError as error:
+        others, faults = [], [str(error)]
+    for fault in faults:
+        say(f"not listed: {fault}")
+    rows += [{**run_row(entry), "where": "server"} for entry in others]
     return Answer({"runs": rows} if as_json else run_table(rows))
 
 
@@ -176,10 +188,11 @@ def show(
 ) -> Answer:
     """Show what one run was, how it went, and where its files are."""
     from workbench.track.record import document_of
+    from workbench.track.server_runs import find_run
     from workbench.track.store import Store
     from workbench.views import run_page
 
-    entry = readable(Store().find_run(run))
+    entry = readable(find_run(Store(), run))
     assert entry.record
     if as_json:
         more = {"status": entry.status, "folder": str(entry.folder)}

@@ -101,6 +101,7 @@ def compare(
     gc.set_threshold(100_000, 50, 50)
     from workbench.compare import compare_runs, render_terminal, write_report
     from workbench.publish import publish
+    from workbench.track.server_runs import find_run
 
     store = Store()
     if single is None:
@@ -115,7 +116,7 @@ def compare(
             as_json=as_json,
             color=in_colour(),
         )
-    entries = [readable(store.find_run(text)) for text in single]
+    entries = [readable(find_run(store, text, whole=True)) for text in single]
     statuses = [entry.status or "RUNNING" for entry in entries]
     comparison = compare_runs(
         entries[0].folder,

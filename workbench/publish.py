@@ -13,6 +13,7 @@ from workbench.errors import UserError
 from workbench.track.comparisons import ComparisonNote, note_comparison
 from workbench.track.feeder import send_run
 from workbench.track.mlflow_store import read_position
+from workbench.track.server_files import is_fetched
 
 _UNNOTICED_SECONDS = 2.0
 
@@ -57,8 +58,9 @@ def publish(
             say(f"the comparison is not noted in {folder.name}: {error}")
     unsent, reason = _send(noted, say)
     if unsent:
-        names = shlex.join(folder.name for folder in unsent)
-        say(f"MLflow does not have this report: {reason}. Later: wb sync {names}")
+        names = shlex.join(folder.name for folder in unsent if not is_fetched(folder))
+        later = f". Later: wb sync {names}" if names else ""
+        say(f"MLflow does not have this report: {reason}{later}")
 
 
 def _send(runs: Sequence[Path], say: Callable[[str], None]) -> tuple[list[Path], str]:

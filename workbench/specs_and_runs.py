@@ -9,6 +9,7 @@ from workbench.answers import readable
 from workbench.errors import UserError
 from workbench.spec.load import load_spec
 from workbench.spec.run import RunSpec
+from workbench.track.server_runs import find_run, server_address
 
 if TYPE_CHECKING:
     from workbench.compare import PlannedRun, Side
@@ -25,9 +26,9 @@ def spec_or_entry(given: str, store: Store) -> RunSpec | RunEntry:
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return load_spec(path)
     try:
-        return readable(store.find_run(given))
+        return readable(find_run(store, given))
     except UserError as error:
-        if any(entry.name == given for entry in store.list_runs()):
+        if server_address() or any(entry.name == given for entry in store.list_runs()):
             raise
         (fault, *_) = error.faults
         message = f"there is no such file, and {fault.message}"

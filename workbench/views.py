@@ -62,7 +62,8 @@ def run_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The rows as text under their heads, which come first."""
     heads = ["run", "id", "status", "seed", "tokens", "held_out/nll", "train_split/nll", "started"]
     studies = any(row.get("study") for row in rows)
-    table = [[*heads, *(["study"] if studies else [])]]
+    fetched = any(row.get("where") for row in rows)
+    table = [[*heads, *(["study"] if studies else []), *(["where"] if fetched else [])]]
     for row in rows:
         if row["status"] == "DAMAGED":
             table.append([row["run"], "", "DAMAGED", *[""] * (len(table[0]) - 3)])
@@ -78,6 +79,7 @@ def run_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
                 "" if row["smoke_test"] else _number(row["train_split/nll"]),
                 (row["started"] or "").replace("T", " ")[:16],
                 *([f"{row['study']}: {row['arm']}" if row["study"] else ""] if studies else []),
+                *([row.get("where", "")] if fetched else []),
             ]
         )
     return table

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow_servers import Server
 
 from workbench.compare import compare_runs
 from workbench.errors import StoreError, UserError
@@ -154,27 +150,9 @@ def test_a_database_and_a_server_over_it(tmp_path: Path) -> None:
     client.log_metric(ids["a"], "loss", math.inf, step=15)
     run = check(tmp_path, uri, ids)[0]
     assert "15,,inf," in (run.folder / "metrics.csv").read_text()
-    port, command = 5987, [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    server = subprocess.Popen(
-        [*command, "--port", str(port), "--workers", "1"],
-        env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
-        again = tmp_path / "again"
-        again.mkdir()
-        check(again, address, ids)
-    finally:
-        server.terminate()
-        server.wait(60)
+    again = tmp_path / "again"
+    again.mkdir()
+    with Server(tmp_path / "server", uri) as server:
+        check(again, server.address, ids)
     with pytest.raises(StoreError, match="MLflow cannot be read there"):
-        read_mlflow("theirs", address, mapping(tmp_path))
+        read_mlflow("theirs", server.address, mapping(tmp_path))

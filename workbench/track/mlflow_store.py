@@ -28,9 +28,11 @@ from workbench.track.comparisons import comparison_tags, report_files
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.file_lock import exclusive
 from workbench.track.journal import Row, Tail
+from workbench.track.mlflow_experiment import find_or_create
 from workbench.track.position import POSITION, Position, read_position
 from workbench.track.provenance import redact
 from workbench.track.record import RunRecord, read_record, write_json
+from workbench.track.server_files import is_fetched, send_list
 from workbench.track.store import METRICS, RECORD, Store, effective_status
 
 if TYPE_CHECKING:
@@ -74,7 +76,10 @@ def connect(uri: str | None, store: Store, experiment: str) -> Target:
         databases.MAX_RETRY_COUNT = 1
     with store_database(store) if address == store.tracking_uri else contextlib.nullcontext():
         client = MlflowClient(address)
-        return Target(client, _experiment(client, address, store, experiment), redact(address))
+        # A server knows where its artifacts go. A database's default is a folder relative to the
+        # directory that happens to be the current one.
+        location = store.artifacts.as_uri() if _is_database(address) else None
+        return Target(client, find_or_create(client, experiment, location), redact(address))
 
 
 def open_client(address: str) -> MlflowClient:
@@ -384,12 +389,17 @@ class Feed:
             client.log_text(run_id, text, fields.SPEC_FILE)
             position.artifacts[fields.SPEC_FILE] = hashlib.sha256(text.encode()).hexdigest()
             self._note(position)
-        for path, name in self._artifacts() if ended else ():
+        own = self._artifacts() if ended else []
+        for path, name in [*own, *report_files(self._folder)] if ended else ():
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             if position.artifacts.get(name) != content:
                 client.log_artifact(run_id, str(path), name.rpartition("/")[0] or None)
                 position.artifacts[name] = content
                 self._note(position)
+        if own and not is_fetched(self._folder):
+            hashes = {name: position.artifacts[name] for _, name in own}
+            position.files_sha256 = send_list(client, run_id, hashes, position.files_sha256)
+            self._note(position)
 
     def _send_model(self, position: Position, record: RunRecord) -> None:
         """The model of a run that has finished, by reference to its checkpoint."""
@@ -402,12 +412,11 @@ class Feed:
             self._note(position)
 
     def _artifacts(self) -> list[tuple[Path, str]]:
-        """The files of the run, then those of the reports it is part of; names as in MLflow."""
+        """The files of the run; names as in MLflow."""
         paths = [self._folder / RECORD, self._folder / METRICS]
         for pattern in _ARTIFACTS:
             paths += sorted(self._folder.glob(pattern))
-        own = [(p, p.relative_to(self._folder).as_posix()) for p in paths if p.is_file()]
-        return [*own, *report_files(self._folder)]
+        return [(p, p.relative_to(self._folder).as_posix()) for p in paths if p.is_file()]
 
     def _last_moment(self, record: RunRecord) -> int:
         """When a run that died was last seen: when its metrics last changed."""
@@ -418,29 +427,6 @@ class Feed:
 
     def _note(self, position: Position) -> None:
         write_json(self._folder / POSITION, position.model_dump())
-
-
-def _experiment(client: MlflowClient, address: str, store: Store, name: str) -> str:
-    """The id of the experiment of this name, created and marked where needed."""
-    from mlflow.exceptions import MlflowException
-
-    wanted, name = fields.experiment_tags(name), fields.safe_experiment(name)
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        # A server knows where its artifacts go. A database's default is a folder relative to the
-        # directory that happens to be the current one.
-        location = store.artifacts.as_uri() if _is_database(address) else None
-        try:
-            return str(client.create_experiment(name, location, tags=wanted))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        found = client.get_experiment_by_name(name)  # another process was faster
-        assert found is not None, f"experiment {name!r} exists and is not found"
-    for key, value in wanted.items():
-        if key not in found.tags:
-            client.set_experiment_tag(found.experiment_id, key, value)
-    return str(found.experiment_id)
 
 
 __all__ = ["POSITION", "Feed", "MlflowTracker", "Position", "Target", "connect", "read_position"]

@@ -24,6 +24,7 @@ class Position(BaseModel):
     additions: list[str] = []
     artifacts: dict[str, str] = {}
     models: dict[str, str] = {}  # SHA-256 of a checkpoint -> the logged model; "": it keeps none
+    files_sha256: str | None = None
     status: str | None = None
 
 
