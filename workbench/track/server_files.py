@@ -1,4 +1,4 @@
-"""The list of a run's files on a server with their hashes, by which whoever fetches them checks them.
+"""The list of a run's files on a server with their hashes, by which fetched ones are checked.
 
 The list is an artifact of the run; its own hash is a tag. It is sent last, after every file.
 """
