@@ -44,8 +44,8 @@ class UserError(ValueError):
         self.faults = faults
         super().__init__("\n".join(str(fault) for fault in faults))
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Fault, ...]]:
-        return type(self), self.faults  # so that it comes whole from another process
+    def __reduce__(self) -> tuple[type[Self], tuple[Fault, ...], dict[str, Any]]:
+        return type(self), self.faults, vars(self)  # so that it comes whole from another process
 
     @classmethod
     def at(cls, place: str, message: str, value: Any = None, allowed: str | None = None) -> Self:

@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from workbench.core.data import atomic
-from workbench.core.data.corpus import decoded_lines
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import IGNORED
+from workbench.core.data.text_files import decoded_lines
 from workbench.core.data.tokenizer import Tokenizer
 from workbench.errors import did_you_mean, storing
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +16,7 @@ import pytest
 
 from workbench.core.data import corpus as corpus_module
 from workbench.core.data.corpus import SAMPLE_MODULE, sample_corpus, text_corpus
-from workbench.core.data.encoded import EncodedCorpus
+from workbench.core.data.encoded import EncodedCorpus, encode_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.tokenizer import Tokenizer
 
@@ -93,6 +95,7 @@ def test_byte_order_mark_is_dropped_at_the_start_of_a_file_only(tmp_path: Path) 
         (b"good\nb\xffad\n", r"a\.txt:2: not UTF-8 \(byte offset 6\) \(got '0xff'\)"),
         (b"\xef\xbb\xbfab\xe9", r"a\.txt:1: not UTF-8 \(byte offset 5\) \(got '0xe9'\)"),
         ("text".encode("utf-16"), r"a\.txt:1: not UTF-8 \(byte offset 0\); .* mark of UTF-16"),
+        ("text".encode("utf-32"), r"a\.txt:1: not UTF-8 \(byte offset 0\); .* mark of UTF-32"),
         ("ab\ncd".encode("utf-16-le"), r"a\.txt:1: a zero byte \(byte offset 1\)"),
         ("é".encode("latin-1"), r"a\.txt:1: not UTF-8 \(byte offset 0\)"),
     ],
@@ -136,7 +139,9 @@ def test_parquet(tmp_path: Path) -> None:
     assert documents(tmp_path / "a.parquet", field="body") == texts
     with pytest.raises(DataError, match=r"column 'text' is missing.*one of id, body"):
         documents(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"row 1: 'id' is not text \(got 'int 0'\)"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: the column 'id' holds no text \(got 'int64'\)"
+    ):
         documents(tmp_path / "a.parquet", field="id")
 
 
@@ -147,6 +152,20 @@ def test_parquet_with_null_or_damage(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     with pytest.raises(DataError, match="not a readable parquet file"):
         documents(tmp_path / "a.parquet")
+
+
+def test_a_column_of_a_name_that_two_have_is_not_guessed(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: 2 columns are named 'text'"):
+        documents(tmp_path / "a.parquet")
+
+
+def test_the_last_parquet_file_of_many_is_refused_before_the_first_is_read(tmp_path: Path) -> None:
+    for name, column in (("a", "text"), ("b", "text"), ("c", "txt")):
+        pq.write_table(pa.table({column: ["x"]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet: column 'text' is missing\. Did you mean"):
+        text_corpus(str(tmp_path))
 
 
 def test_folder_is_read_in_order_of_path_whatever_the_order_on_disk(tmp_path: Path) -> None:
@@ -192,6 +211,17 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     assert documents(folder) == ["a", "outside"]
 
 
+@pytest.mark.parametrize("given", ["", "*", "loop.txt", "up"])
+def test_a_link_that_leads_to_itself_is_one_clear_error(tmp_path: Path, given: str) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    for name in ("loop.txt", "up"):
+        (tmp_path / name).symlink_to(tmp_path / name)
+    with pytest.raises(
+        DataError, match=r"too many levels of symbolic links|no such file or folder"
+    ):
+        text_corpus(f"{tmp_path}/{given}")
+
+
 @pytest.mark.parametrize("name", ["none.txt", "none", "none/*.txt", "", None])
 def test_nothing_there(tmp_path: Path, name: str | None) -> None:
     given = str(tmp_path / name) if name else name
@@ -209,7 +239,7 @@ def test_folder_without_such_files_and_other_kinds_of_file(tmp_path: Path) -> No
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read: no such file"):
         text_corpus(str(tmp_path))
 
 
@@ -236,6 +266,58 @@ def test_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
         list(corpus.read())
 
 
+def test_file_that_is_written_to_while_it_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hash would be of no content that it ever had, and its documents be taken for those."""
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo")
+    hashed = hashlib.file_digest
+
+    def written_to_meanwhile(file: BinaryIO, name: str) -> Any:
+        found = hashed(file, name)
+        with path.open("a") as more:
+            more.write(" and more")
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", written_to_meanwhile)
+    with pytest.raises(DataError, match=r"a\.txt: the file changed while it was read"):
+        text_corpus(str(path))
+
+
+def test_file_that_another_of_its_size_and_time_takes_the_place_of(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    path.write_text("one\n\ntwo")
+    other.write_text("two\n\none")
+    for file in (path, other):
+        os.utime(file, ns=(10**18, 10**18))
+    corpus = text_corpus(str(path))
+    other.replace(path)
+    with pytest.raises(DataError, match=r"a\.txt: the file changed while it was read"):
+        list(corpus.read())
+
+
+BLANKS = " " * 1_000_000  # more than tiktoken takes
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "unit", "place"),
+    [
+        ("a.txt", f"one\n\n\ntwo\nx{BLANKS}x\n", "blank_line", r"a\.txt:4, "),
+        ("a.txt", f"one\n\n\ntwo\nx{BLANKS}x\n", "line", r"a\.txt:5, "),
+        ("a.txt", f"x{BLANKS}x", "file", r"a\.txt, "),
+        ("a.jsonl", f'{{"text": "x"}}\n\n{{"text": "x{BLANKS}x"}}', "auto", r"a\.jsonl:3, "),
+    ],
+)
+def test_a_document_that_no_tokenizer_takes_is_found(
+    tmp_path: Path, small: Tokenizer, name: str, content: str, unit: Any, place: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    corpus = text_corpus(str(tmp_path / name), unit=unit)
+    with pytest.raises(DataError, match=place + "the document starting '.*cannot encode it"):
+        encode_corpus(corpus, small, tmp_path / "cache")
+
+
 def test_key_is_the_content_and_how_it_is_cut_not_the_path(tmp_path: Path) -> None:
     for name, content in (("a.txt", "x"), ("copy.txt", "x"), ("other.txt", "y")):
         (tmp_path / name).write_text(content)
@@ -257,7 +339,7 @@ def test_key_depends_on_the_order_of_files(tmp_path: Path) -> None:
 
 def test_reading_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        corpus_module, "_read_file", lambda *_: pytest.fail("read before it was asked to")
+        corpus_module, "documents_of", lambda *_: pytest.fail("read before it was asked to")
     )
     (tmp_path / "a.txt").write_text("x")
     text_corpus(str(tmp_path / "a.txt")).read()

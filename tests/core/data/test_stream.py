@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from workbench.core.data.sides import Documents as SplitDocuments
 from workbench.core.data.sides import choose_sides, is_held_out
 from workbench.core.data.stream import Documents, DocumentStream
 from workbench.core.data.stream_data import load_stream
-from workbench.core.data.stream_files import StreamFile, folder_source
+from workbench.core.data.stream_files import StreamFile, folder_key, folder_source
 from workbench.core.data.stream_rows import Position, RowReader
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -290,6 +291,63 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, stream_of: Any) -> None:
     (folder / "001.parquet").unlink()
     with pytest.raises(DataError, match=r"changed|cannot be read"):
         read_all(stream_of_again(stream), 1)
+
+
+def test_a_file_that_another_of_its_size_and_time_takes_the_place_of(
+    tmp_path: Path, stream_of: Any
+) -> None:
+    folder, _ = three_files(tmp_path / "s")
+    path, other = folder / "001.parquet", tmp_path / "other.parquet"
+    os.utime(path, ns=(10**18, 10**18))
+    first = stream_of(folder).identity
+    shutil.copy(path, other)
+    raw = bytearray(path.read_bytes())
+    raw[9] ^= 1
+    other.write_bytes(raw)
+    os.utime(other, ns=(10**18, 10**18))
+    stream = stream_of(folder)
+    other.replace(path)
+    with pytest.raises(DataError, match=r"001\.parquet: the file changed"):
+        read_all(stream, 1)
+    assert stream_of(folder).identity != first  # nor is its hash remembered
+
+
+def test_a_hash_is_not_remembered_of_a_file_whose_time_was_set_back(
+    tmp_path: Path, stream_of: Any
+) -> None:
+    folder, _ = three_files(tmp_path / "s")
+    path = folder / "001.parquet"
+    os.utime(path, ns=(10**18, 10**18))
+    first = stream_of(folder).identity
+    raw = bytearray(path.read_bytes())
+    raw[9] ^= 1
+    with path.open("r+b") as file:
+        file.write(raw)
+    os.utime(path, ns=(10**18, 10**18))
+    assert stream_of(folder).identity != first
+
+
+def test_a_document_that_no_tokenizer_takes_is_found(tmp_path: Path) -> None:
+    texts = made_up(12)
+    texts[7] = "x" + " " * 1_000_000 + "x"
+    write_files(tmp_path / "s", made_up(9, 1), texts)
+    rank_file = Path(__file__).parents[3] / "configs/tokenizer/o200k-4096.tiktoken"
+    tokenizer = load_tokenizer("file", rank_file, tmp_path)
+    source = folder_source(str(tmp_path / "s"), "text", tmp_path / "cache")
+    documents = Documents(RowReader(source.files, "text", Patience(waits=())), tokenizer, 0.0)
+    with pytest.raises(DataError, match=r"001\.parquet \(file 2 of 2\), row 8, the document start"):
+        list(documents.read())
+
+
+def test_a_folder_whose_file_is_gone_is_one_clear_error(tmp_path: Path) -> None:
+    folder, _ = three_files(tmp_path / "s")
+    (folder / "003.parquet").symlink_to(tmp_path / "gone")
+    for read in (
+        lambda: folder_source(str(folder), "text", tmp_path / "cache"),
+        lambda: folder_key(str(folder), tmp_path / "cache"),
+    ):
+        with pytest.raises(DataError, match=r"003\.parquet: cannot be read: no such file"):
+            read()
 
 
 def stream_of_again(stream: DocumentStream) -> DocumentStream:

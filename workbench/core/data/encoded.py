@@ -95,7 +95,8 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Enco
         temporary = atomic.temporary_name(final)
         try:
             temporary.mkdir()
-            _build(corpus, tokenizer, temporary, key, identity)
+            with corpus.placing():
+                _build(corpus, tokenizer, temporary, key, identity)
             return _publish(temporary, final, key)
         except BaseException:
             atomic.remove(temporary)

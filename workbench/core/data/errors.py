@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from typing import Any, Self
 
 from workbench.errors import Fault, UserError
 
@@ -16,3 +17,24 @@ class DataError(UserError):
     ) -> DataError:
         """The error of a single fault."""
         return cls(Fault(place, message, value, allowed))
+
+
+class UnencodableError(DataError):
+    """A text that the tokenizer cannot take.
+
+    `sha256` is that of its UTF-8 bytes: whoever knows where texts stand finds it by that.
+    """
+
+    sha256: bytes
+
+    @classmethod
+    def of(cls, text: str, reason: str) -> Self:
+        """The error of a text, which shows how it starts."""
+        error = cls(Fault(f"document starting {text[:40]!r}", reason))
+        error.sha256 = hashlib.sha256(text.encode("utf-8")).digest()
+        return error
+
+    def standing_at(self, place: str) -> DataError:
+        """The same error under the place of the text."""
+        (fault,) = self.faults
+        return DataError.at(f"{place}, the {fault.place}", fault.message)

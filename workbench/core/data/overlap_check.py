@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from workbench.core.data.corpus import Corpus, TextUnit, text_corpus
+from workbench.core.data.corpus import Corpus, text_corpus
 from workbench.core.data.errors import DataError
 from workbench.core.data.overlap import Passages, Settings, measure, outcome
 from workbench.core.data.passages import passages_of_shard
 from workbench.core.data.shard_tokenizer import tokenizer_of_shards
 from workbench.core.data.shards import TokenShard, open_shard
+from workbench.core.data.text_files import TextUnit
 from workbench.core.data.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 1024  # stands for a document where boundaries are not known

@@ -12,6 +12,7 @@ Shapes: N sequences, S sequence length.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import numpy as np
 
 from workbench.core.data.batches import StreamFacts, Windows, require_same_data
 from workbench.core.data.encoded import split_hash
-from workbench.core.data.errors import DataError
+from workbench.core.data.errors import DataError, UnencodableError
 from workbench.core.data.passing import Passing
 from workbench.core.data.sides import Int64, is_held_out
 from workbench.core.data.stream_rows import Position, Row, RowReader
@@ -82,7 +83,7 @@ class Documents:
                 else:
                     kept.append((row, empty, held_out))
                     empty = held_out = 0
-            encoded = self.tokenizer.encode_documents([row.text for row, _, _ in kept])
+            encoded = self._encoded([row for row, _, _ in kept])
             yield [
                 Document(
                     row.at,
@@ -92,6 +93,15 @@ class Documents:
                 )
                 for (row, *passed), ids in zip(kept, encoded, strict=True)
             ]
+
+    def _encoded(self, rows: list[Row]) -> list[Ids]:
+        try:
+            return self.tokenizer.encode_documents([row.text for row in rows])
+        except UnencodableError as error:
+            for row in rows:
+                if hashlib.sha256(row.text.encode("utf-8")).digest() == error.sha256:
+                    raise error.standing_at(self.rows.describe(row.at)) from error
+            raise
 
 
 @dataclass(eq=False)

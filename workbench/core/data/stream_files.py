@@ -14,20 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from workbench.core.data import atomic
-from workbench.core.data.corpus import (
-    Stamp,
-    hash_file,
-    missing_field,
-    stat_of,
-    walk,
-)
 from workbench.core.data.errors import DataError
+from workbench.core.data.files import Stamp, hash_file, real_path, state_of, walk
 from workbench.core.data.retry import Patience, retried
-from workbench.errors import storing
+from workbench.core.data.text_files import require_column
+from workbench.errors import reason_of, storing
 from workbench.json_files import read_json
 
 REMEDY = 'pip install "workbench[fineweb]"'
@@ -75,10 +67,10 @@ def folder_source(stream_path: str, field: str, cache: Path) -> StreamSource:
     """
     paths = folder_files(stream_path)
     for path in paths:
-        _require_text(path, field)
+        require_column(path, field)
     stamps = [_stamp(path, cache) for path in paths]
     files = tuple(_local(path, stamp) for path, stamp in zip(paths, stamps, strict=True))
-    size = sum(stamp.size for stamp in stamps)
+    size = sum(stamp.state.size for stamp in stamps)
     return StreamSource(
         f"a folder of {len(files)} parquet files, {size:,} bytes",
         _folder_key([stamp.sha256 for stamp in stamps]),
@@ -95,9 +87,9 @@ def folder_key(stream_path: str, cache: Path) -> str | None:
         DataError: no folder, or no parquet file in it.
     """
     paths = folder_files(stream_path)
-    known = [_remembered(path, cache) for path in paths]
-    unknown = [path for path, sha256 in zip(paths, known, strict=True) if sha256 is None]
-    if sum((stat_of(path) or (0, 0))[0] for path in unknown) > MOST_HASHED_UNASKED:
+    unknown = [path for path in paths if _remembered(path, cache) is None]
+    states = [state for path in unknown if (state := state_of(path)) is not None]
+    if sum(state.size for state in states) > MOST_HASHED_UNASKED:
         return None
     return _folder_key([_stamp(path, cache).sha256 for path in paths])
 
@@ -117,7 +109,7 @@ def folder_files(stream_path: str) -> list[Path]:
     paths: dict[Path, Path] = {}
     for _, path in found:
         if path.suffix.lower() == ".parquet":
-            paths.setdefault(path.resolve(), path)
+            paths.setdefault(real_path(path), path)
     if not paths:
         problem = f"holds no .parquet file ({len(found)} of other kinds)"
         raise DataError.at(place, problem, stream_path, allowed)
@@ -156,24 +148,6 @@ def urls_source(urls: Sequence[str]) -> StreamSource:
         "not proven: nothing pins the files",
         tuple(_remote(url) for url in urls),
     )
-
-
-def require_text_column(opened: Any, name: str, field: str) -> None:
-    """Checks the schema of an opened parquet file.
-
-    Raises:
-        DataError: no such column, or one that holds no text.
-    """
-    schema = opened.schema_arrow
-    if field not in schema.names:
-        raise missing_field(name, "column", field, schema.names)
-    kind = schema.field(field).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    if not any(check(kind) for check in is_text):
-        problem = f"the column {field!r} holds no text"
-        raise DataError.at(name, problem, str(kind), "a column of strings")
 
 
 def _resolve(name: str, config: str, revision: str, cache: Path) -> list[str]:
@@ -229,20 +203,9 @@ def _options(url: str) -> dict[str, Any]:
     return {"client_kwargs": {"timeout": timeout}}
 
 
-def _require_text(path: Path, field: str) -> None:
-    try:
-        with path.open("rb") as handle, pq.ParquetFile(handle) as opened:
-            require_text_column(opened, str(path), field)
-    except OSError as error:
-        raise DataError.at(str(path), f"cannot be read: {error.strerror or error}") from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:  # names of columns are text, too
-        raise DataError.at(str(path), f"not a readable parquet file: {error}") from error
-
-
 def _local(path: Path, stamp: Stamp) -> StreamFile:
     def check() -> None:
-        if stat_of(path) != (stamp.size, stamp.mtime_ns):
-            raise DataError.at(str(path), "the file changed since the stream was begun")
+        stamp.require_same(path, "since the stream was begun")
 
     return StreamFile(str(path), lambda: path.open("rb"), check)
 
@@ -253,7 +216,7 @@ def _stamp(path: Path, cache: Path) -> Stamp:
     if remembered is not None:
         return remembered
     stamp = hash_file(path)
-    if time.time_ns() - stamp.mtime_ns > _SETTLED_NS:
+    if time.time_ns() - stamp.state.mtime_ns > _SETTLED_NS:
         entry = _entry(path, cache)
         with storing(entry):
             known = {"sha256": stamp.sha256, "check": _check(stamp.sha256, entry)}
@@ -270,8 +233,8 @@ def _remembered(path: Path, cache: Path) -> Stamp | None:
             return None  # damaged
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    size, mtime_ns = stat_of(path) or (0, 0)
-    return Stamp(sha256, size, mtime_ns)
+    state = state_of(path)
+    return None if state is None else Stamp(sha256, state)
 
 
 def _check(sha256: str, entry: Path) -> str:
@@ -280,8 +243,12 @@ def _check(sha256: str, entry: Path) -> str:
 
 
 def _entry(path: Path, cache: Path) -> Path:
-    status = path.stat()
-    what = [path.resolve(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError.at(str(path), f"cannot be read: {reason_of(error)}") from error
+    times = [found.st_mtime_ns, found.st_ctime_ns]
+    what = [real_path(path), found.st_dev, found.st_ino, found.st_size, *times]
     return cache / "hashes" / f"{_sha256([str(part) for part in what])[:32]}.json"
 
 

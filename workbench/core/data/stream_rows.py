@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workbench.core.data.corpus import ROWS_PER_BATCH, checked_text
 from workbench.core.data.errors import DataError
 from workbench.core.data.retry import Patience, first_line, is_lost
-from workbench.core.data.stream_files import StreamFile, require_text_column
+from workbench.core.data.stream_files import StreamFile
+from workbench.core.data.text_files import ROWS_PER_BATCH, column_text, require_text_column
 
 
 class Position(NamedTuple):
@@ -110,15 +110,7 @@ class RowReader:
             if skip < len(batch):
                 texts = batch.column(0)[skip:]
                 yield [
-                    _text(value, f"{file.name}, row {first + skip + i + 1}", self.field)
+                    column_text(value, f"{file.name}, row {first + skip + i + 1}", self.field)
                     for i, value in enumerate(texts)
                 ]
             first += len(batch)
-
-
-def _text(value: Any, place: str, field: str) -> str:
-    try:
-        return checked_text(value.as_py(), place, field)
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 (byte {error.start} of the row)"
-        raise DataError.at(place, problem, None, "UTF-8 text") from error

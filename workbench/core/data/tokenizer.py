@@ -17,7 +17,7 @@ import numpy.typing as npt
 import tiktoken
 
 from workbench.core.data import rank_files
-from workbench.core.data.errors import DataError
+from workbench.core.data.errors import DataError, UnencodableError
 from workbench.core.data.workers import cores
 
 Ids = npt.NDArray[np.integer]
@@ -62,7 +62,7 @@ class Tokenizer:
         """The ids of each text, on all cores; no end-of-document id is added.
 
         Raises:
-            DataError: a text that the tokenizer cannot take (runs of about a million blanks).
+            UnencodableError: the tokenizer cannot take a text (runs of about a million blanks).
         """
 
         # tiktoken releases the interpreter lock while it encodes; short texts go in one task, since
@@ -170,10 +170,8 @@ class _Tiktoken:
             # no allowed and no disallowed special tokens: all of it is ordinary text
             ids: Ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError as error:
-            start = text[:40]
-            raise DataError.at(
-                f"document starting {start!r}", f"tiktoken cannot encode it: {error}"
-            ) from error
+            reason = f"tiktoken cannot encode it: {error}"
+            raise UnencodableError.of(text, reason) from error
         return ids
 
 
