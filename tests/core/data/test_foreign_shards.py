@@ -25,9 +25,10 @@ def llmc(
     version: int = 1,
     count: int | None = None,
     order: str = "<",
+    kind: str = "H",
 ) -> Path:
     header = [magic, version, len(ids) if count is None else count] + [0] * 253
-    path.write_bytes(struct.pack(f"{order}256i", *header) + words(ids))
+    path.write_bytes(struct.pack(f"{order}256i", *header) + words(ids, kind))
     return path
 
 
@@ -64,6 +65,23 @@ def test_llmc(format: str, tmp_path: Path) -> None:
     assert (shard.format, shard.tokens[:].tolist(), shard.vocab_size) == ("llmc", IDS, 65_536)
     assert (shard.documents, shard.eod_id, shard.tokenizer_sha256) == (None, None, None)
     assert shard.tokens[2:4].tolist() == IDS[2:4]
+
+
+@pytest.mark.parametrize("format", ["auto", "llmc"])
+def test_llmc_of_large_vocabularies(format: str, tmp_path: Path) -> None:
+    path, ids = tmp_path / "llama3.bin", [128_000, 0, 70_000]
+    llmc(path, ids, magic=20240801, version=7, kind="I")
+    shard = open_shard(path, format, vocab_size=128_256)
+    assert (shard.format, shard.tokens[:].tolist()) == ("llmc", ids)
+    llmc(path, ids, magic=20240801, version=1, kind="I")
+    with pytest.raises(DataError, match=r"another version of the format \(got 1\); allowed: 7"):
+        open_shard(path, format, vocab_size=128_256)
+    llmc(path, IDS, magic=20240801, version=7)
+    with pytest.raises(DataError, match=r"6 ids of 4 bytes \(got '1,036 bytes: 3 ids'"):
+        open_shard(path, format, vocab_size=128_256)
+    llmc(path, ids, magic=20240801, version=7, kind="I", order=">")
+    with pytest.raises(DataError, match="big-endian"):
+        open_shard(path, format, vocab_size=128_256)
 
 
 def test_nanogpt_where_it_is_named(tmp_path: Path) -> None:
@@ -162,8 +180,9 @@ def test_an_llmc_file_that_lies(tmp_path: Path) -> None:
 def test_a_raw_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(b"")
-    with pytest.raises(DataError, match="the shard is empty"):
-        read(path, "nanogpt")
+    for format in ("nanogpt", "auto"):
+        with pytest.raises(DataError, match="the shard is empty"):
+            read(path, format)
     path.write_bytes(b"123")
     with pytest.raises(DataError, match=r"3 bytes.*multiple of 2"):
         read(path, "nanogpt")

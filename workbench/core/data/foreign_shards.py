@@ -1,7 +1,8 @@
 """Token files of other trainers, read as they are; which of them a file is, its signature says.
 
-- `llmc` (llm.c and modded-nanogpt): 256 little-endian int32, of which the first three are 20240520,
-  the version 1 and the number of ids; then the ids as uint16.
+- `llmc` (llm.c and modded-nanogpt): 256 little-endian int32, of which the first three are a mark,
+  a version and the number of ids; then the ids. 20240520 and 1 stand for uint16 (GPT-2), 20240801
+  and 7 for uint32 (Llama 3).
 - `megatron` (Megatron-LM): NAME.bin holds ids alone. NAME.idx holds `MMIDIDX\\0\\0`, uint64 version
   1, uint8 code of the type, uint64 number of sequences S, uint64 number of document indices D + 1,
   int32 lengths [S], int64 offsets [S] in bytes, int64 document indices [D + 1] into the sequences;
@@ -35,7 +36,8 @@ from workbench.core.data.shard_index import (
 )
 from workbench.errors import reason_of
 
-LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256 * 4
+LLMC_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # by mark: version and type
+LLMC_HEADER = 256 * 4
 MEGATRON_MAGIC, MEGATRON_VERSION = b"MMIDIDX\x00\x00", 1
 _MEGATRON_HEAD = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -62,10 +64,12 @@ def format_of(path: Path, place: str) -> Format:
     if _is_of_index(path):
         return "complexity"
     head = _read(_file(path, place), 4)
-    if head in (struct.pack("<i", LLMC_MAGIC), struct.pack(">i", LLMC_MAGIC)):
+    if not head:
+        raise DataError.at(str(path), "the shard is empty", "0 bytes", "at least one id")
+    if head in {struct.pack(order + "i", mark) for mark in LLMC_KINDS for order in "<>"}:
         return "llmc"
     message = "has no signature, and what is in a raw file is not guessed"
-    allowed = "data.tokens_format: nanogpt, if these are uint16 ids and nothing else"
+    allowed = "data.tokens_format (--format) nanogpt, if these are uint16 ids and nothing else"
     raise DataError.at(place, message, str(path), allowed)
 
 
@@ -86,17 +90,18 @@ def read_llmc(path: Path, place: str) -> Header:
         raise DataError.at(
             str(path), "is too short for its header", f"{len(raw)} bytes", f"{LLMC_HEADER} bytes"
         )
-    magic, version, count = struct.unpack_from("<3i", raw)
-    if magic != LLMC_MAGIC:
-        problem = "does not start with the mark of an llm.c file of uint16 ids"
-        if struct.unpack_from(">i", raw)[0] == LLMC_MAGIC:
+    mark, version, count = struct.unpack_from("<3i", raw)
+    if mark not in LLMC_KINDS:
+        problem = "does not start with the mark of an llm.c file of ids"
+        if struct.unpack_from(">i", raw)[0] in LLMC_KINDS:
             problem = "is a big-endian llm.c file, and little-endian ones are read"
-        raise DataError.at(str(path), problem, magic, str(LLMC_MAGIC))
-    if version != LLMC_VERSION:
-        raise DataError.at(str(path), "another version of the format", version, str(LLMC_VERSION))
+        raise DataError.at(str(path), problem, mark, " or ".join(map(str, LLMC_KINDS)))
+    known, dtype = LLMC_KINDS[mark]
+    if version != known:
+        raise DataError.at(str(path), "another version of the format", version, str(known))
     if count < 1:
         raise DataError.at(str(path), "holds no ids, as its header says", count, "at least 1")
-    file = TokenFile(path, np.dtype("<u2"), LLMC_HEADER, count)
+    file = TokenFile(path, np.dtype(dtype), LLMC_HEADER, count)
     require_size(file, f"its header says {count:,} ids")
     return Header("llmc", path, file, None, None, None, None)
 

@@ -180,8 +180,9 @@ def known_vocab_size(header: Header) -> int:
     """
     if header.vocab_size is not None:
         return header.vocab_size
-    message = f"the {header.format} file {header.path} does not say it, so the spec must"
-    raise DataError.at("tokenizer.vocab_size", message, None, "the number of ids, such as 50257")
+    message = f"the {header.format} file {header.path} does not say it"
+    allowed = "the number of ids, such as 50257 (tokenizer.vocab_size, --vocab-size)"
+    raise DataError.at("tokenizer.vocab_size", message, None, allowed)
 
 
 class ShardWriter:
