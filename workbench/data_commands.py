@@ -67,7 +67,7 @@ def prepare(
         Unit, typer.Option(help="What a document is in .txt; auto: a file where there are several.")
     ] = Unit.auto,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Default: one for each core.")
+        int | None, typer.Option(min=1, max=1024, help="Default: one for each core.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from workbench.core.data import prepare as prepare_module
 from workbench.core.data.corpus import text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.errors import DataError
+from workbench.core.data.inspection import inspect
 from workbench.core.data.parts import TokenizerName, tokenizer_of
 from workbench.core.data.prepare import Prepared, Progress, prepare
 from workbench.core.data.shards import open_shard
@@ -303,9 +307,53 @@ def test_what_stands_there_already_is_not_prepared_again(source: Path, tmp_path:
     with pytest.raises(DataError, match="another preparation"):
         run(source, tmp_path / "out")
     assert tree(done.folder) == before
-    flip(done.folder / "train/tokens.idx.json")
-    cut(done.folder / "held_out/tokens.bin")
-    with pytest.raises(DataError, match=r"not as it was written|something else"):
+
+
+@pytest.mark.parametrize("side", ["train", "held_out"])
+@pytest.mark.parametrize(
+    "name", ["tokens.bin", "tokens.idx.json", "tokens.docs.npy", "tokens.docs.json"]
+)
+def test_shards_that_were_damaged_are_not_taken_for_done(
+    source: Path, tmp_path: Path, side: str, name: str
+) -> None:
+    done = run(source, tmp_path / "out")
+    file = done.folder / side / name
+    whole, before = file.read_bytes(), tree(tmp_path)
+    for damage in (flip, cut, Path.unlink):
+        damage(file)
+        with pytest.raises(DataError) as caught:
+            run(source, tmp_path / "out")
+        assert side in caught.value.faults[0].place
+        file.write_bytes(whole)
+    assert tree(tmp_path) == before
+
+
+def test_whole_shards_that_are_not_those_of_the_manifest_are_not_taken_for_done(
+    source: Path, tmp_path: Path
+) -> None:
+    done = run(source, tmp_path / "out").folder
+    for name in ("tokens.docs.npy", "tokens.docs.json"):
+        (done / "held_out" / name).rename(tmp_path / name)
+    said = r"held_out: is not the shard that .*prepare\.json names \(documents\)"
+    for read in (lambda: run(source, done), lambda: inspect(done, tmp_path)):
+        with pytest.raises(DataError, match=said):
+            read()
+    for name in ("tokens.docs.npy", "tokens.docs.json"):
+        (tmp_path / name).rename(done / "held_out" / name)
+    shutil.copytree(done / "held_out", done / "train", dirs_exist_ok=True)
+    for read in (lambda: run(source, done), lambda: inspect(done, tmp_path)):
+        with pytest.raises(DataError, match=r"train: is not the shard that .* names \(sha256\)"):
+            read()
+    (done / "prepare.json").write_text('{"shards": []}')
+    with pytest.raises(DataError, match=r"prepare\.json: does not say which shards were written"):
+        inspect(done, tmp_path)
+
+
+@pytest.mark.parametrize("manifest", ["{", "[]", "{}", '{"format": 1}'])
+def test_a_damaged_manifest_is_no_preparation(source: Path, tmp_path: Path, manifest: str) -> None:
+    done = run(source, tmp_path / "out")
+    (done.folder / "prepare.json").write_text(manifest)
+    with pytest.raises(DataError, match="not overwritten"):
         run(source, tmp_path / "out")
 
 
@@ -330,6 +378,85 @@ def test_other_files_are_never_overwritten(source: Path, tmp_path: Path) -> None
     assert tree(tmp_path / "late") == {"notes.txt": b"mine"}
 
 
+def test_an_output_behind_a_link_is_the_folder_that_is_meant(
+    source: Path, tmp_path: Path, expected: dict[str, bytes | None]
+) -> None:
+    (tmp_path / "disk/there").mkdir(parents=True)
+    for name in ("there", "not_there"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+        done = run(source, tmp_path / name)
+        assert (done.folder, tree(tmp_path / name)) == (tmp_path / "disk" / name, expected)
+        assert (tmp_path / name).is_symlink()
+        assert run(source, tmp_path / name).was_there
+    assert run(source, tmp_path / "new/../other").folder == tmp_path / "other"
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("out", ["/", "/proc", "/dev/shm"])
+def test_what_no_folder_can_take_the_place_of_is_refused_at_once(source: Path, out: str) -> None:
+    if not Path(out).is_mount():
+        pytest.skip(f"{out} is no mount point here")
+
+    def never(progress: Progress) -> None:
+        pytest.fail("nothing was to be read")
+
+    with pytest.raises(DataError, match=f"--out: is a mount point.*{out}"):
+        run(source, Path(out), report=never)
+
+
+def test_of_two_at_once_one_prepares_and_the_other_says_so(
+    source: Path, tmp_path: Path, expected: dict[str, bytes | None]
+) -> None:
+    codes: list[int | None] = []
+
+    def try_it() -> None:
+        with pytest.raises(DataError, match="another process is preparing this output"):
+            run(source, tmp_path / "out")
+
+    def another(progress: Progress) -> None:
+        if progress.what == "reading and encoding" and len(codes) > 1:
+            return
+        process = multiprocessing.get_context("fork").Process(target=try_it)
+        process.start()  # the lock is one of processes
+        process.join()
+        codes.append(process.exitcode)
+
+    assert tree(run(source, tmp_path / "out", report=another).folder) == expected
+    assert len(codes) > 3  # in every step
+    assert set(codes) == {0}
+
+
+@pytest.mark.parametrize("has_finished", [True, False])
+def test_a_lock_that_was_removed_locks_nothing(
+    source: Path,
+    tmp_path: Path,
+    expected: dict[str, bytes | None],
+    monkeypatch: Any,
+    has_finished: bool,
+) -> None:
+    """Whoever waits at the lock of a process that ends finds its folder gone, and what it wrote."""
+    lockf, work = fcntl.lockf, tmp_path / ".out.prepare"
+    elsewhere = run(source, tmp_path / "elsewhere").folder
+
+    def as_another_ends(handle: Any, how: int) -> None:
+        lockf(handle, how)
+        if elsewhere.exists():
+            shutil.rmtree(work)
+            elsewhere.rename(tmp_path / ("out" if has_finished else "gone"))
+
+    monkeypatch.setattr(fcntl, "lockf", as_another_ends)
+    found = run(source, tmp_path / "out")
+    assert found.was_there == has_finished
+    assert tree(found.folder) == expected
+    assert not work.exists()
+
+
+def test_no_more_processes_start_than_there_are_parts(
+    source: Path, tmp_path: Path, expected: dict[str, bytes | None]
+) -> None:
+    assert tree(run(source, tmp_path / "out", 10_000, 10**6).folder) == expected
+
+
 def test_a_source_that_changes_while_it_is_read_is_refused(source: Path, tmp_path: Path) -> None:
     def change(progress: Progress) -> None:
         if progress.done and not progress.what.startswith("writing"):
@@ -345,7 +472,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(source: Path, tmp_pat
     ("content", "message"),
     [
         (b'{"text": "caf\xe9"}\n', "not UTF-8"),
-        (b'{"text": "one"}\n', "1 documents with text are too few"),
+        (b'{"text": "one"}\n', "1 document with text: too few"),
         (b'{"text": " "}\n\n{"text": ""}\n', "no text: 2 documents"),
         (b"", "no text: 0 documents"),
         (b'{"txt": "a"}\n', "Did you mean"),
@@ -369,7 +496,8 @@ def test_a_document_that_no_tokenizer_takes_is_an_error_of_any_process(tmp_path:
     source = write_lines(tmp_path / "text.jsonl", texts)
     with pytest.raises(DataError, match="tiktoken cannot encode it") as caught:
         run(source, tmp_path / "out", 2, tokenizer=SMALL)
-    assert caught.value.faults[0].place.startswith("document starting")
+    place = f"{source}:{len(texts)}, the document starting "
+    assert caught.value.faults[0].place.startswith(place)
 
 
 def test_a_worker_that_is_killed_ends_the_work_and_the_next_call_goes_on(

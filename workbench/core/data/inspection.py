@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.core.data.errors import DataError
-from workbench.core.data.prepare import MANIFEST
+from workbench.core.data.prepared_folder import MANIFEST, require_as_written
 from workbench.core.data.shard_index import DOCUMENTS_INDEX, INDEX, read_json
 from workbench.core.data.shards import TokenShard, open_shard
 from workbench.core.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,17 +32,14 @@ def inspect(
     if not sides or (path / INDEX).exists():
         shard = open_shard(path, format, place="DIR", vocab_size=vocab_size, tokenizer=tokenizer)
         return [_facts(shard, cache_dir, tokenizer_path)]
-    manifest = read_json(path / MANIFEST) if (path / MANIFEST).exists() else None
-    found = []
-    for side in sides:
-        facts = _facts(open_shard(side, place="DIR"), cache_dir, tokenizer_path)
-        if manifest is not None:
-            written = _hash_of(manifest, side.name)
-            if written != facts["sha256"]:
-                message = f"is not the shard that {path / MANIFEST} names"
-                raise DataError.at(str(side), message, facts["sha256"], f"SHA-256 {written}")
-        found.append(facts)
-    return found
+    written = _written(path) if (path / MANIFEST).exists() else None
+    shards = (
+        open_shard(side, place="DIR")
+        if written is None
+        else require_as_written(side, written.get(side.name, {}))
+        for side in sides
+    )
+    return [_facts(shard, cache_dir, tokenizer_path) for shard in shards]
 
 
 def _facts(shard: TokenShard, cache_dir: Path, tokenizer_path: str | None) -> dict[str, Any]:
@@ -106,9 +103,14 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str | None:
         return None
 
 
-def _hash_of(manifest: dict[str, Any], side: str) -> str | None:
-    """The hash of a side's shard, where the manifest has one."""
-    try:
-        return str(manifest["shards"][side]["sha256"])
-    except (KeyError, TypeError):
-        return None
+def _written(path: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest of a prepared folder says of its shards.
+
+    Raises:
+        DataError: it does not say it.
+    """
+    manifest = path / MANIFEST
+    shards = read_json(manifest).get("shards")
+    if not isinstance(shards, dict) or not all(isinstance(one, dict) for one in shards.values()):
+        raise DataError.at(str(manifest), "does not say which shards were written: `shards`")
+    return shards

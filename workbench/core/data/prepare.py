@@ -18,12 +18,8 @@ Shapes: N documents with text.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,20 +31,26 @@ from workbench.core.data import atomic, parts
 from workbench.core.data.corpus import Corpus
 from workbench.core.data.encoded import batches
 from workbench.core.data.errors import DataError
+from workbench.core.data.files import real_path
 from workbench.core.data.near_duplicates import NearDuplicates
 from workbench.core.data.ngrams import Ragged, UInt64
 from workbench.core.data.overlap import Passages, Settings
 from workbench.core.data.parts import Part, Task, TokenizerName
-from workbench.core.data.shard_index import BIN, INDEX
+from workbench.core.data.prepared_folder import (
+    FORMAT,
+    begin,
+    locked,
+    publish,
+    require_replaceable,
+    standing,
+)
+from workbench.core.data.shard_index import INDEX
 from workbench.core.data.shards import ShardWriter
 from workbench.core.data.sides import Documents, Sides, choose_sides, first_of_each
 from workbench.core.data.split import MIN_DOCUMENTS, merged
 from workbench.core.data.workers import Workers
-from workbench.errors import StoreError, storing
-from workbench.json_files import read_json
+from workbench.errors import storing
 
-FORMAT = "workbench-prepared-v1"
-MANIFEST = "prepare.json"
 PART_CHARACTERS = 2 << 20
 WORDS_AT_ONCE, MOST_MAPS = 1 << 16, 64  # words indexed, and files mapped, at a time
 
@@ -105,20 +107,27 @@ def prepare(
         "ngram": settings.ngram,
         "document_share": settings.document_share,
     }
-    out = out.absolute()
+    out = real_path(out)  # of a link, the folder that is meant
+    require_replaceable(out)
     work = out.with_name(f".{out.name}.prepare")
-    if (found := _standing(out, inputs)) is not None:
+    if (found := standing(out, inputs)) is not None:
         atomic.remove(work)
         return Prepared(out, found, was_there=True)
-    with storing(work), _locked(work):
+    # A file is packed to a tenth of its text at most: of more processes some would have no part.
+    if corpus.file_bytes is not None:
+        processes = min(processes, 1 + 10 * corpus.file_bytes // part_characters)
+    with storing(work), locked(work):
+        if (found := standing(out, inputs)) is not None:  # of a process that has just ended
+            atomic.remove(work)
+            return Prepared(out, found, was_there=True)
         try:
-            _begin(work, inputs)
+            begin(work, inputs)
             job = _Job(corpus, tokenizer, held_out_ratio, settings, work, part_characters, report)
-            with Workers(processes) as workers:
+            with Workers(processes) as workers, corpus.placing():
                 known = job.build_parts(workers)
             manifest = {"format": FORMAT, "inputs": inputs, "source": corpus.source}
             manifest |= job.write_shards(known)
-            _publish(work, out, manifest)
+            publish(work, out, manifest)
         except DataError:
             atomic.remove(work)  # other text, or other settings: nothing to go on with
             raise
@@ -190,9 +199,11 @@ class _Job:
         documents = sum(len(part.lengths) for part in found)
         if not documents:
             problem = f"no text: {read:,} documents, all of them empty or blanks"
-            raise DataError.at(f"data ({self.corpus.source})", problem)
+            allowed = "at least one document with text in it"
+            raise DataError.at(self.corpus.place, problem, self.corpus.given, allowed)
         if documents < MIN_DOCUMENTS and self.ratio > 0:
-            problem = f"{documents} documents with text are too few to hold whole ones out"
+            counted = "1 document" if documents == 1 else f"{documents} documents"
+            problem = f"{counted} with text: too few to hold whole ones out"
             allowed = (
                 f"at least {MIN_DOCUMENTS} documents (--text-unit line or blank_line finds more in"
                 " a .txt), or 0: all of them train, and data.held_out of a spec brings other text"
@@ -356,95 +367,3 @@ def _counts(known: _Known, sides: Sides, kept: npt.NDArray[np.bool_]) -> dict[st
         "moved_to_training": sides.moved,
         "held_out_dropped": int((~kept).sum()),
     }
-
-
-def _standing(out: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of an output that is there already, whole and of these inputs.
-
-    Raises:
-        DataError: there is something else.
-    """
-    remedy = "a new folder, or an empty one"
-    try:
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-            return None
-        if not out.is_dir():
-            raise DataError.at("--out", "is not a folder", str(out), remedy)
-        manifest: dict[str, Any] = read_json(out / MANIFEST)
-        if manifest["format"] != FORMAT:
-            raise TypeError
-        for side, shard in manifest["shards"].items():
-            index = read_json(out / Path(side).name / INDEX)
-            size = (out / Path(side).name / BIN).stat().st_size
-            if (
-                index["sha256"] != shard["sha256"]
-                or size != np.dtype(index["dtype"]).itemsize * (shard["ids"])
-            ):
-                message = f"holds prepared shards, and {side} is not as it was written"
-                raise DataError.at("--out", message, str(out), remedy)
-        known = manifest["inputs"]
-        differing = [key for key, value in inputs.items() if known.get(key) != value]
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise StoreError.at(str(out), f"cannot be read: {error.strerror}") from error
-        message = "holds something else, which is not overwritten"
-        raise DataError.at("--out", message, str(out), remedy) from None
-    except DataError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError):
-        message = "holds something else, which is not overwritten"
-        raise DataError.at("--out", message, str(out), remedy) from None
-    if differing:
-        message = f"holds shards of another preparation ({', '.join(differing)} differ)"
-        raise DataError.at("--out", message, str(out), remedy)
-    return manifest
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """While entered, no other process prepares this output.
-
-    Raises:
-        DataError: another process does.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("a") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            raise DataError.at(str(work), "another process is preparing this output") from None
-        yield
-
-
-def _begin(work: Path, inputs: dict[str, Any]) -> None:
-    """Keeps what an ended process left when it is of the same inputs, else removes it."""
-    path = work / "inputs.json"
-    known = json.dumps({"format": FORMAT, **inputs}, sort_keys=True).encode()
-    folder = work / "parts"
-    if not path.exists() or path.read_bytes() != known:
-        path.unlink(missing_ok=True)
-        atomic.remove(folder)
-        folder.mkdir()
-        atomic.write_file(path, known)
-    folder.mkdir(exist_ok=True)
-    atomic.remove_leftovers(folder)
-
-
-def _publish(work: Path, out: Path, manifest: dict[str, Any]) -> None:
-    shards = work / "out"
-    atomic.write_synced(shards / MANIFEST, _as_json(manifest))
-    atomic.sync_folder(shards)
-    try:
-        os.rename(shards, out)  # noqa: PTH104  (an empty folder of that name is replaced)
-    except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            message = "holds something that was not there at the start"
-            raise DataError.at("--out", message, str(out), "a new folder") from None
-        raise
-    atomic.sync_folder(out.parent)
-
-
-def _as_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"

@@ -48,7 +48,8 @@ class Workers:
             context = multiprocessing.get_context(method)
             self._pool = ProcessPoolExecutor(self._processes, context, _begin)
             # Started now, while this process has no other thread; not at the first item.
-            self._submit(os.getpid).result()
+            with self._naming_deaths():
+                self._submit(os.getpid).result()
         return self
 
     def __exit__(
@@ -71,13 +72,18 @@ class Workers:
             yield from map(call, items)
             return
         pending: deque[Future[Result]] = deque()
-        try:
+        with self._naming_deaths():
             for item in items:
                 pending.append(self._submit(call, item))
                 if len(pending) >= IN_FLIGHT * self._processes:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+
+    @contextmanager
+    def _naming_deaths(self) -> Iterator[None]:
+        try:
+            yield
         except BrokenProcessPool as error:
             message = "a worker process was killed (was the memory full?)"
             raise WorkerDiedError.at(f"{self._processes} processes", message) from error
