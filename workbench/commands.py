@@ -105,7 +105,7 @@ def run(
     from workbench.track.store import Store
     from workbench.views import closing_lines, draw_curve
 
-    store, team = Store(), join(resolved.training.device)
+    store, team = Store(), join(resolved.training.device, resolved.training.parallel)
 
     def ended(outcome: runner.RunOutcome) -> None:
         curve = draw_curve(outcome.folder)

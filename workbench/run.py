@@ -114,7 +114,8 @@ def build(spec: RunSpec, store: Store, team: Team = ALONE) -> Components:
         spec.seed,
         precision,
         grad_checkpointing=spec.training.grad_ckpt,
-    ).to(device)
+        place=lambda made: team.place(made, device),
+    )
     forward = training_forward(model, spec.training.compile_mode)
     training = spec.training
     backend = choose_loss_backend(training.loss_backend, device, training.label_smoothing)

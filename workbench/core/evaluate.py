@@ -114,8 +114,8 @@ def evaluate(
 
     def score() -> None:
         batches = scoring_batches(documents, seq_len, batch_size, stride)
-        for batch in team.share(batches):
-            between()
+        for batch, is_own in team.share(batches):
+            team.ask(between)
             hidden = model(torch.from_numpy(batch.inputs).to(device))
             nll = linear_nll(
                 hidden.flatten(0, 1),
@@ -124,6 +124,8 @@ def evaluate(
                 settings,
                 model.precision,
             )
+            if not is_own:
+                continue
             rows = nll.view(batch.targets.shape).cpu().double().numpy()
             scored = batch.targets != IGNORED
             for document, row, kept in zip(batch.documents, rows, scored, strict=True):
@@ -131,7 +133,7 @@ def evaluate(
             np.add.at(tokens, batch.documents, scored.sum(axis=1))
 
     with torch.no_grad():
-        team.agreed(score)
+        team.side_by_side(score)
     windows: list[list[float]] = [[] for _ in range(count)]
     for document, value in chain.from_iterable(team.gathered(own)):
         windows[document].append(value)

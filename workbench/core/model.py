@@ -31,6 +31,7 @@ from workbench.core.moe import (
 from workbench.core.precision import Precision, operands
 from workbench.core.routing import tables_sha256
 from workbench.core.schedules import ModelValues
+from workbench.core.sharding import part, part_of
 from workbench.spec.run import ModelSpec
 
 INIT_STD = 0.02
@@ -165,10 +166,13 @@ class Transformer(nn.Module):
         Raises:
             ValueError: the sequence is longer than `max_position_embeddings`.
         """
-        return self.through(inputs, self.layers).hidden
+        return self._through(inputs, self.layers).hidden
 
     def through(self, inputs: Tensor, blocks: Iterable[BlockCall]) -> Output:
         """`forward` with its extras, by other callables (compiled ones) in place of the blocks."""
+        return self._through(inputs, blocks)
+
+    def _through(self, inputs: Tensor, blocks: Iterable[BlockCall]) -> Output:
         length, limit = inputs.shape[1], self.spec.max_position_embeddings
         if length > limit:
             raise ValueError(
@@ -201,9 +205,13 @@ def build_model(
     seed: int,
     precision: Precision,
     grad_checkpointing: bool = False,
+    place: Callable[[Transformer], Transformer] = lambda model: model,
 ) -> Transformer:
-    """The initialised model, on the CPU; under `torch.device("meta")` its shapes alone."""
-    model = Transformer(spec, vocab_size, precision, grad_checkpointing)
+    """The initialised model, on the CPU; under `torch.device("meta")` its shapes alone.
+
+    `place` puts it elsewhere, or splits it, before its matrices are drawn.
+    """
+    model = place(Transformer(spec, vocab_size, precision, grad_checkpointing))
     initialise(model, seed)
     return model
 
@@ -224,7 +232,14 @@ def initialise(model: Transformer, seed: int) -> None:
         # torch's CPU generator uses the low 32 bits of its seed.
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))
         std = residual_std if name.endswith(RESIDUAL_OUTPUTS) else INIT_STD
-        parameter.normal_(0.0, std, generator=generator)
+        own = part(parameter)
+        if own.device.type == "cpu" and own.shape == parameter.shape:
+            own.normal_(0.0, std, generator=generator)
+        else:
+            drawn = torch.empty(parameter.shape, device="cpu").normal_(
+                0.0, std, generator=generator
+            )
+            own.copy_(part_of(drawn, parameter))
 
 
 def training_forward(model: Transformer, compile_mode: str | None) -> TrainingForward:

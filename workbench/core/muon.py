@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from workbench.core.precision import Matmul, Precision, choose_precision, operands
+from workbench.core.sharding import filled, holds_rows, is_split, part, part_of, whole
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the odd polynomial a*x + b*x^3 + c*x^5 that each iteration applies to the singular
@@ -93,9 +94,7 @@ class Muon(Optimizer):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
-                stacks = map(_parts, (parameter.detach(), parameter.grad, state["momentum_buffer"]))
-                for weight, grad, buffer in zip(*stacks, strict=True):
-                    _update(weight, grad, buffer, group)
+                _step(parameter.detach(), parameter.grad, state["momentum_buffer"], group)
 
 
 def orthogonalize(m: Tensor, steps: int, eps: float, matmul: Matmul) -> Tensor:
@@ -140,22 +139,53 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(stack, 1) if tensor.device.type == "cpu" else (stack,)
 
 
-def _update(parameter: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> None:
-    """Updates parameter and momentum buffer, all [E, R, C], in place."""
-    lr, momentum, blend = float(group["lr"]), group["momentum"], group["blend"]
-    # Kept out of the tensors up to the last line, as torch.optim.Muon does: same rounding.
-    scale = math.sqrt(max(1, parameter.shape[-2] / parameter.shape[-1]))
+def _step(weight: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> None:
+    """Updates one parameter and its momentum buffer in place, [R, C] or [E, R, C].
 
-    buffer.lerp_(grad, 1 - momentum)
-    m = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+    Where processes hold whole experts of a stack, each updates its own. Of what is split
+    otherwise they gather the momentum, one matrix at a time, compute the update alike, and each
+    makes it on its part.
+    """
+    if is_split(weight) and not (weight.ndim == 3 and holds_rows(weight)):
+        own_momentum = _momentum(part(grad), part(buffer), group)
+        momentum = filled(own_momentum, weight)
+        changes = [_direction(m, group) for m in _parts(whole(momentum))]
+        update = part_of(torch.cat(changes).view(weight.shape), weight)
+        _apply(part(weight), update, group, weight.shape)
+        return
+    stacks = map(_parts, (part(weight), part(grad), part(buffer)))
+    for own, gradient, moments in zip(*stacks, strict=True):
+        if own.numel():
+            update = _direction(_momentum(gradient, moments, group), group)
+            _apply(own, update, group, own.shape)
+
+
+def _momentum(grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tensor:
+    """Moves the momentum buffer on; the momentum to be orthogonalized."""
+    buffer.lerp_(grad, 1 - group["momentum"])
+    return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+
+def _scale(shape: torch.Size) -> float:
+    # Kept out of the tensors up to the last line, as torch.optim.Muon does: same rounding.
+    return math.sqrt(max(1, shape[-2] / shape[-1]))
+
+
+def _apply(weight: Tensor, update: Tensor, group: dict[str, Any], shape: torch.Size) -> None:
+    """Decays a weight, or a part of one of `shape`, and moves it; in place."""
+    lr = float(group["lr"])
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.add_(update, alpha=-lr * _scale(shape))
+
+
+def _direction(m: Tensor, group: dict[str, Any]) -> Tensor:
+    """What momentum m [E, R, C] comes to before rate and scale."""
+    blend, scale = group["blend"], _scale(m.shape)
     u = orthogonalize(m, group["ns_steps"], group["eps"], choose_matmul(m.device)).float()
     size = _rms(u)
     mixed = u if blend == 1 else blend * u + (1 - blend) * _ratio(size, _rms(m)) * m
     limit = group["max_update_rms"] / scale or math.inf
-    update = mixed * _ratio(size.clamp(max=limit), _rms(mixed))
-
-    parameter.mul_(1 - lr * group["weight_decay"])
-    parameter.add_(update, alpha=-lr * scale)
+    return mixed * _ratio(size.clamp(max=limit), _rms(mixed))
 
 
 def _rms(x: Tensor) -> Tensor:

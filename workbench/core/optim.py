@@ -13,6 +13,7 @@ from torch import nn
 from workbench.core.moe import EXPERT_STACKS, SHARED_MATRICES
 from workbench.core.muon import Muon
 from workbench.core.schedules import learning_rate
+from workbench.core.sharding import is_split
 from workbench.spec.run import OptimizerSpec, RunSpec
 
 Kind = Literal["vector", "vocabulary", "router", "expert", "shared", "matrix"]
@@ -103,12 +104,13 @@ def build_optimizers(
     device = next(iter(parameters.values())).device
 
     def groups(optimizer: str, peak: float) -> list[dict[str, Any]]:
-        made: dict[str, dict[str, Any]] = {}
+        made: dict[tuple[str, bool], dict[str, Any]] = {}
         for row in rows:
             if row.optimizer != optimizer:
                 continue
+            # One kernel updates a whole group: it takes no tensors that are split beside others.
             group = made.setdefault(
-                row.group,
+                (row.group, is_split(parameters[row.name])),
                 {
                     "params": [],
                     "weight_decay": row.weight_decay,

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ class Team:
     backend: str | None = None
     reduces = False
     """Whether gradients are summed over processes as autograd finds them."""
+    is_sharded = False
+    """Whether each process holds only a part of the model."""
 
     @property
     def is_first(self) -> bool:
@@ -56,6 +58,10 @@ class Team:
         """How the model is trained: an effective fact of a run."""
         return "one process"
 
+    def place(self, model: Transformer, device: torch.device) -> Transformer:
+        """The model, nothing in its matrices yet, where it is to be trained."""
+        return model.to(device)
+
     def through(self, model: Transformer, forward: TrainingForward) -> TrainingForward:
         """The forward pass to train through."""
         return forward
@@ -64,13 +70,33 @@ class Team:
         """Around a micro-batch; the gradients of the update are whole after the `last` one."""
         return nullcontext()
 
+    def complete_gradients(self, model: Transformer) -> None:
+        """Sums over processes what `accumulating` has not."""
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The L2 norm over all of them."""
+        return float(nn.utils.get_total_norm(gradients))
+
+    def over_parts(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        """Values of this process's part of the model, put together with those of the others."""
+        return values
+
     def rows(self, windows: Windows) -> Windows:
         """The windows of an update [N, S + 1] that this process trains."""
         return windows
 
-    def share(self, items: Iterable[T]) -> Iterable[T]:
-        """The items that are this process's to work on."""
-        return items
+    def share(self, items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """The items to work on, each with whether it is this process's own; what others own is
+        worked on with them, and counts for nothing."""
+        return ((item, True) for item in items)
+
+    def side_by_side(self, work: Callable[[], T]) -> T:
+        """The work on such items; where it fails on one process, it fails on all."""
+        return work()
+
+    def ask(self, between: Callable[[], None]) -> None:
+        """Asks, within that work, whether to give up."""
+        between()
 
     def total(self, values: Array) -> Array:
         """The sum over processes, element by element."""
@@ -186,9 +212,13 @@ class Ranks(Team):
         """The windows of an update [N, S + 1] that this process trains."""
         return windows[self.rank :: self.size]
 
-    def share(self, items: Iterable[T]) -> Iterable[T]:
-        """The items that are this process's to work on."""
-        return islice(items, self.rank, None, self.size)
+    def share(self, items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """The items to work on, all of them this process's own."""
+        return ((item, True) for item in islice(items, self.rank, None, self.size))
+
+    def side_by_side(self, work: Callable[[], T]) -> T:
+        """The work on such items; where it fails on one process, it fails on all."""
+        return self.agreed(work)
 
     def total(self, values: Array) -> Array:
         """The sum over processes, element by element."""
@@ -283,13 +313,19 @@ class Ranks(Team):
             self._dist.destroy_process_group()
 
 
-def join(device: DeviceName) -> Team:
+def join(device: DeviceName, parallel: Literal["ddp", "fsdp"] = "ddp") -> Team:
     """The processes that this one was started with, or itself alone.
 
     Raises:
         UserError: see `Ranks`.
     """
-    return Ranks(device) if is_launched() else ALONE
+    if not is_launched():
+        return ALONE
+    if parallel == "ddp":
+        return Ranks(device)
+    from workbench.core.shards import Shards
+
+    return Shards(device)
 
 
 class _Trained(nn.Module):

@@ -29,6 +29,7 @@ from workbench.core.moe import (
     TokenRouted,
 )
 from workbench.core.parallel import ALONE, Team
+from workbench.core.sharding import by_expert, part
 from workbench.errors import TrainingStoppedError
 
 Int64 = npt.NDArray[np.int64]
@@ -110,7 +111,7 @@ class ExpertWatch:
         self._seen = np.zeros(shape, np.int64)
         self._strikes = np.zeros((*shape, len(EXPERT_STACKS)), np.int64)
 
-    def check(self, step: int, routes: Routes) -> None:
+    def check(self, step: int, routes: Routes, team: Team = ALONE) -> None:
         """To be called with the update's gradients in place, before it is made.
 
         Raises:
@@ -121,7 +122,8 @@ class ExpertWatch:
             return
         self._seen += routes.hits
         # One transfer from the device for all layers, [L, E, stacks].
-        zero = torch.stack([_zero_gradients(layer) for layer in self._layers]).cpu().numpy()
+        largest = torch.stack([_largest_gradients(layer) for layer in self._layers])
+        zero = (team.over_parts(largest, "max") == 0).cpu().numpy()
         live = (routes.live > 0)[:, :, None]
         # A gradient clears: a healthy expert may meet a zero now and then in a long run.
         self._strikes = np.where(live, (self._strikes + 1) * zero, self._strikes)
@@ -173,7 +175,7 @@ def report(
         rows.append({"layer": layer, "expert": expert, "metric": metric, "value": value})
 
     width = tokens * model.spec.hidden_size
-    squares = _squared_norms(model.feed_forwards)
+    squares = _squared_norms(model.feed_forwards, team)
     added = team.total(
         np.array([[_added(extras, i, p) for p in PATHS] for i in range(len(squares))])
     )
@@ -244,7 +246,9 @@ def _totals(rows: list[Row], routes: Routes) -> dict[str, float]:
     return totals
 
 
-def _squared_norms(layers: Sequence[SwiGLU | RoutedFeedForward]) -> list[dict[str, list[float]]]:
+def _squared_norms(
+    layers: Sequence[SwiGLU | RoutedFeedForward], team: Team
+) -> list[dict[str, list[float]]]:
     """Per layer the squared gradient norms of the shared path and of each expert: one transfer from
     the device for all of them."""
     pending: list[tuple[int, str, Tensor]] = []
@@ -256,22 +260,30 @@ def _squared_norms(layers: Sequence[SwiGLU | RoutedFeedForward]) -> list[dict[st
             and (isinstance(mlp, SwiGLU) or name.split(".")[0] in SHARED_MATRICES)
         ]
         if present:
-            norms = torch.stack([grad.square().sum() for grad in present])
+            norms = torch.stack([part(grad).square().sum() for grad in present])
             pending.append((index, "shared", norms.sum().reshape(1)))
         if isinstance(mlp, RoutedFeedForward):
-            stacks = [_gradient(mlp, name).flatten(1).square().sum(1) for name in EXPERT_STACKS]
+            stacks = [by_expert(_gradient(mlp, name), _squares) for name in EXPERT_STACKS]
             pending.append((index, "experts", torch.stack(stacks).sum(0)))
-    values = torch.cat([value for _, _, value in pending]).tolist() if pending else []
+    together = torch.cat([value for _, _, value in pending]) if pending else torch.zeros(0)
+    values = team.over_parts(together, "sum").tolist()
     found: list[dict[str, list[float]]] = [{} for _ in layers]
     for index, name, value in pending:
         found[index][name], values = values[: len(value)], values[len(value) :]
     return found
 
 
-def _zero_gradients(layer: RoutedFeedForward) -> Tensor:
-    """Which matrices of which experts have a gradient of exactly zero, or none: [E, stacks]."""
-    largest = [_gradient(layer, name).flatten(1).abs().amax(1) for name in EXPERT_STACKS]
-    return torch.stack(largest, dim=1) == 0
+def _squares(rows: Tensor) -> Tensor:
+    return rows.square().sum(1)
+
+
+def _largest_gradients(layer: RoutedFeedForward) -> Tensor:
+    """The largest magnitude in the gradient of each matrix of each expert, [E, stacks]; 0 without
+    one."""
+    found = [
+        by_expert(_gradient(layer, name), lambda rows: rows.abs().amax(1)) for name in EXPERT_STACKS
+    ]
+    return torch.stack(found, dim=1)
 
 
 def _gradient(layer: nn.Module, name: str) -> Tensor:

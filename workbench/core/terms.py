@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from workbench.core.model import TrainingForward, Transformer
 from workbench.core.moe import Extras, RoutedFeedForward
 from workbench.core.parallel import ALONE, Team
+from workbench.core.sharding import whole
 from workbench.spec.run import RunSpec
 
 
@@ -101,9 +102,9 @@ def diversity(layers: list[RoutedFeedForward], target: str) -> Tensor:
     """
     total = torch.zeros((), device=layers[0].down_proj_w.device)
     for layer in layers:
-        stacks = [layer.down_proj_w]
+        stacks = [whole(layer.down_proj_w)]
         if target == "all":
-            stacks += [layer.gate_proj_w, layer.up_proj_w]
+            stacks += [whole(layer.gate_proj_w), whole(layer.up_proj_w)]
         experts = F.normalize(torch.cat([stack.flatten(1) for stack in stacks], dim=1))
         # Without the ones of the diagonal: the rest may be so small that their sum would hide it.
         cosines = (experts @ experts.t()).fill_diagonal_(0)  # [E, E]

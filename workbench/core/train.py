@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from workbench.core.schedules import (
     learning_rate,
     model_values,
 )
+from workbench.core.sharding import is_split, part
 from workbench.core.telemetry import ExpertReport, ExpertWatch, RouteCounter, report
 from workbench.core.terms import (
     Term,
@@ -157,6 +159,7 @@ def train(
                 objective.backward()
             each = (parts.nll, parts.objective.detach(), parts.smoothing, parts.z)
             sums += [float(part) for part in each]
+        team.complete_gradients(model)
         *sums, balance = team.total(np.r_[sums, balance])
         nll, total, smoothing, z_loss = (float(part) / scored for part in sums)
         terms = [
@@ -169,10 +172,10 @@ def train(
         experts = None
         if spec.telemetry.moe and is_logged(spec, step, step if ended else None):
             experts = report(model, routes, extras, scored, team)
-        norm = clip_gradients(model, training.max_grad_norm)
+        norm = clip_gradients(model, training.max_grad_norm, team)
         if not (math.isfinite(total) and math.isfinite(norm)):
-            raise not_finite(model, step, total, norm)
-        state.watch.check(step, routes)
+            raise not_finite(model, step, total, norm, team)
+        state.watch.check(step, routes, team)
         for optimizer in optimizers:
             optimizer.step()
         workspace.reclaim(model.head_weight)
@@ -214,27 +217,29 @@ def loss_settings(spec: RunSpec) -> LossSettings:
     )
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: nn.Module, max_norm: float, team: Team = ALONE) -> float:
     """Scales all gradients together to a global L2 norm of at most `max_norm` (0: never).
 
     Returns the norm before clipping. Gradients whose norm is not finite are left as they are.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    value = float(norm)
+    value = team.gradient_norm(gradients)
     if max_norm > 0 and math.isfinite(value) and value > max_norm:
-        torch._foreach_mul_(gradients, max_norm / value)
+        torch._foreach_mul_([part(one) for one in gradients], max_norm / value)
     return value
 
 
-def not_finite(model: nn.Module, step: int, objective: float, norm: float) -> TrainingStoppedError:
+def not_finite(
+    model: nn.Module, step: int, objective: float, norm: float, team: Team = ALONE
+) -> TrainingStoppedError:
     """The error that names what was not finite, and where it shows first."""
     what = f"the loss is {objective}" if not math.isfinite(objective) else f"its norm is {norm}"
-    broken = [
+    own = [
         name
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        if parameter.grad is not None and not bool(torch.isfinite(part(parameter.grad)).all())
     ]
+    broken = list(dict.fromkeys(chain.from_iterable(team.gathered(own))))
     where = f"; gradients not finite in {', '.join(broken[:3])}" if broken else ""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return TrainingStoppedError.at(
@@ -250,13 +255,17 @@ def require_finite_weights(state: TrainState, team: Team = ALONE) -> None:
         TrainingStoppedError: a weight is not finite; loss and gradients before it were. Or the
             processes of the team have come apart, in weights or in the order of their data.
     """
-    sums = []
+    sums, broken = [], None
     for name, parameter in state.model.named_parameters():
-        added = float(parameter.detach().sum(dtype=torch.float64))
+        added = float(part(parameter.detach()).sum(dtype=torch.float64))
         if not math.isfinite(added):
-            message = f"the update left weights that are not finite, first in {name}"
-            raise TrainingStoppedError.at(f"step {state.step}", message)
-        sums.append(added)
+            broken = name
+            break
+        if not is_split(parameter):
+            sums.append(added)
+    if found := [one for one in team.gathered(broken) if one]:
+        message = f"the update left weights that are not finite, first in {found[0]}"
+        raise TrainingStoppedError.at(f"step {state.step}", message)
     team.require_same("the state", (state.step, state.digest.hexdigest(), sums))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.core.sharding import is_split
+
 
 class Workspace:
     """The memory of one head weight [V, H] (vocabulary, hidden); for one thread.
@@ -35,7 +37,9 @@ class Workspace:
         Who still needs that gradient must have copied it: the next backward pass overwrites it.
         """
         grad, weight.grad = weight.grad, None
-        if grad is not None and grad.layout == torch.strided and grad.is_contiguous():
+        if grad is None or is_split(grad):  # a part is no place for the gradient of the whole
+            return
+        if grad.layout == torch.strided and grad.is_contiguous():
             self._spare = grad.detach()
 
     def gradient(self, weight: Tensor) -> Tensor:

@@ -171,6 +171,9 @@ def _training_faults(spec: RunSpec) -> list[Fault]:
         place = "training.compile_mode"
         value = training.compile_mode
         faults.append(Fault(place, "does not apply without compile", value, UNSET))
+    if training.parallel == "fsdp" and training.compile:
+        message = "blocks whose weights are gathered for each pass are not compiled"
+        faults.append(Fault("training.compile", message, True, "false, or parallel: ddp"))
     if training.loss_backend == "liger" and training.label_smoothing:
         message = "liger's kernel returns only the smoothed loss, not the plain NLL"
         place = "training.loss_backend"

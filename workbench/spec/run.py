@@ -179,7 +179,7 @@ class TrainingSpec(Section):
     global_batch_size: Positive | None = None
     seq_len: Positive = 1024
     gradient_accumulation_steps: Positive = 1
-    parallel: Literal["ddp"] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     precision: Literal["bf16", "fp32"] = "fp32"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     grad_ckpt: bool = False
