@@ -46,7 +46,7 @@ class Recorder:
         self._row: dict[str, Number | None] = row or {}
         self._layers = LayerTable(folder)
         keep = parts.spec.checkpoint.save_total_limit
-        self._saver = Saver(folder / "checkpoints", keep, parts.device)
+        self._saver = Saver(folder / "checkpoints", keep, parts.device, parts.team)
         self._since_log: list[StepResult] = []
         self._warm = parts.state.step + WARM_UP_STEPS  # the last step whose time is not counted
         self._timed_seconds = 0.0
@@ -126,8 +126,9 @@ class Recorder:
             self._tracker.log(self._row)
             self._row = {}
 
-    def checkpoint(self) -> bool:
-        """Saves the present state; False where no update was made, so that there is none.
+    def checkpoint(self, *, last: bool = False) -> bool:
+        """Saves the present state; False where no update was made, so that there is none. `last`:
+        the run ends with it.
 
         It may still be on its way to the disk afterwards: see `settle`.
 
@@ -139,7 +140,7 @@ class Recorder:
         require_finite_weights(self._parts.state, self._parts.team)
         self._layers.flush()  # a run that goes on from here has nothing of it in memory
         self._journal.sync()  # nor does it write the rows before it again
-        self._saver.save(self._parts.state, self.record.spec)
+        self._saver.save(self._parts.state, self.record.spec, last=last)
         return True
 
     def settle(self) -> None:
@@ -211,10 +212,14 @@ class Follower:
     Rank zero records for all.
     """
 
-    def __init__(self, parts: Components, record: RunRecord, owes_evaluation: bool) -> None:
-        """Begins, or goes on with, what rank zero records."""
+    def __init__(
+        self, parts: Components, folder: Path, record: RunRecord, owes_evaluation: bool
+    ) -> None:
+        """Begins, or goes on with, what rank zero records in `folder`."""
         self._parts, self.record = parts, record
         self._owes = owes_evaluation
+        keep = parts.spec.checkpoint.save_total_limit
+        self._saver = Saver(folder / "checkpoints", keep, parts.device, parts.team)
 
     @property
     def owes_evaluation(self) -> bool:
@@ -231,11 +236,12 @@ class Follower:
     def flush(self) -> None:
         """Nothing."""
 
-    def checkpoint(self) -> bool:
-        """Checks what rank zero saves."""
+    def checkpoint(self, *, last: bool = False) -> bool:
+        """Checks what rank zero saves; saves this process's part, where it holds one."""
         if not self._parts.state.step:
             return False
         require_finite_weights(self._parts.state, self._parts.team)
+        self._saver.save(self._parts.state, self.record.spec, last=last)
         return True
 
     def settle(self) -> None:

@@ -259,7 +259,7 @@ def _recorder(parts: Components, store: Store, beginning: Beginning) -> Recorder
     if not parts.team.is_first:
         if beginning.checkpoint is not None:
             restore(parts.state, open_checkpoint(beginning.checkpoint), parts.spec)
-        return Follower(parts, beginning.record, beginning.owes_evaluation)
+        return Follower(parts, beginning.folder, beginning.record, beginning.owes_evaluation)
     try:
         write_source_diff(beginning.folder)
         return Recorder(
@@ -380,7 +380,7 @@ def _train(
             or any(team.highest(due))
             or (saving.save_steps > 0 and step % saving.save_steps == 0)
         ):
-            recorder.checkpoint()
+            recorder.checkpoint(last=last)
             saved = time.monotonic()
         (asked,) = team.highest(stop.number or 0)
         if asked and not last:

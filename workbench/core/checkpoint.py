@@ -3,6 +3,8 @@
 A checkpoint is a folder `step_00000250` with weights and optimizer state as safetensors, the rest
 as JSON, and a manifest of sizes and hashes that is written last. The folder gets its name by a
 rename when everything in it has reached the disk: what has no valid manifest does not exist.
+Where several processes hold a part of the model each, they write their parts beside one another
+(see `shard_files`), into the same folder and under the same manifest.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,17 @@ import torch
 from safetensors import SafetensorError
 
 from workbench.core.random_states import random_states
+from workbench.core.sharding import part
 from workbench.core.train import TrainState
 from workbench.errors import StoreError, free_bytes, shortage
 from workbench.json_files import read_json
 
 _NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FILES = (WEIGHTS, MOMENTS, STATE)
+SHARD = "shard-"
+"""What the names of files with one process's part begin with."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def snapshot(state: TrainState, spec: dict[str, Any]) -> Snapshot:
         "random_states": random_states(),
         "spec": spec,
     }
-    return Snapshot(state.step, _unshared(weights), moments, document)
+    return Snapshot(state.step, unshared(weights), moments, document)
 
 
 def save_checkpoint(state: TrainState, folder: Path, spec: dict[str, Any], keep: int) -> Path:
@@ -92,29 +99,59 @@ def write_checkpoint(taken: Snapshot, folder: Path, keep: int) -> Path:
     Raises:
         StoreError: the disk is full or cannot be written; earlier checkpoints are untouched.
     """
-    final = folder / f"step_{taken.step:08d}"
+    final = path_of(folder, taken.step)
     if is_whole(final):
         return final
-    temporary = folder / f".{final.name}.{os.getpid()}"
+    temporary = temporary_of(final)
     try:
-        # Left by a process that died while saving: its number may have come round again.
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        begin(temporary)
         _write_files(taken, temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        _sync(folder)
+        publish(temporary, final)
     except (OSError, SafetensorError) as error:  # safetensors writes, and fails, by its own means
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"could not write the checkpoint of step {taken.step} ({reason}); "
-        message += shortage(taken.nbytes, free_bytes(folder))
-        raise StoreError.at(str(final), message) from error
+        raise unwritten(final, taken.nbytes, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    thin_out(folder, keep)
+    return final
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step_{step:08d}"
+
+
+def temporary_of(final: Path) -> Path:
+    """Where this process writes a checkpoint until it is whole."""
+    return final.with_name(f".{final.name}.{os.getpid()}")
+
+
+def begin(temporary: Path) -> None:
+    """An empty folder to write into."""
+    # Left by a process that died while saving: its number may have come round again.
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Gives a checkpoint whose files are all written its manifest, and then its name."""
+    _seal(temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    _sync(final.parent)
+
+
+def unwritten(final: Path, nbytes: int, error: BaseException) -> StoreError:
+    """That a checkpoint of so many bytes could not be written, and why."""
+    reason = getattr(error, "strerror", None) or str(error)
+    message = f"could not write the checkpoint of step {int(final.name[5:])} ({reason}); "
+    return StoreError.at(str(final), message + shortage(nbytes, free_bytes(final.parent)))
+
+
+def thin_out(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints."""
     for old in checkpoints(folder)[:-keep]:
         _remove(old)
-    return final
 
 
 def _remove(checkpoint: Path) -> None:
@@ -155,7 +192,7 @@ def hashes(checkpoint: Path) -> dict[str, str]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError("not a manifest of this format")
     entries = manifest.get("files")
-    if not isinstance(entries, dict) or not entries.keys() >= set(FILES):
+    if not isinstance(entries, dict) or not (entries.keys() >= set(FILES) or _is_split(entries)):
         raise ValueError(f"a manifest without {', '.join(FILES)}")
     for name, entry in entries.items():
         is_entry = isinstance(entry, dict) and Path(name).name == name
@@ -171,9 +208,21 @@ def _write_files(taken: Snapshot, folder: Path) -> None:
 
     save_file(taken.weights, folder / "model.safetensors")
     save_file(taken.moments, folder / "optimizer.safetensors")
-    text = json.dumps(taken.document, indent=1, sort_keys=True) + "\n"
-    (folder / "state.json").write_text(text)
+    write_state(taken, folder)
 
+
+def write_state(taken: Snapshot, folder: Path) -> None:
+    """The part of a checkpoint that is not tensors."""
+    text = json.dumps(taken.document, indent=1, sort_keys=True) + "\n"
+    (folder / STATE).write_text(text)
+
+
+def _is_split(entries: Iterable[str]) -> bool:
+    names = list(entries)
+    return STATE in names and any(name.startswith(SHARD) for name in names)
+
+
+def _seal(folder: Path) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         _sync(path)
@@ -186,11 +235,13 @@ def _write_files(taken: Snapshot, folder: Path) -> None:
     _sync(folder)
 
 
-def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without second names of one storage (a tied head): safetensors holds a tensor once."""
-    first_names: dict[int, str] = {}
+    first_names: dict[int | str, str] = {}
     for name, tensor in tensors.items():
-        first_names.setdefault(tensor.data_ptr(), name)
+        own = part(tensor)
+        # Parts of which a process holds nothing have no storage to tell them by.
+        first_names.setdefault(own.data_ptr() or name, name)
     return {name: tensors[name].contiguous() for name in first_names.values()}
 
 

@@ -7,16 +7,28 @@ against the hash in the manifest before a byte of it is used.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from workbench.core.checkpoint import FORMAT, checkpoints, hashes, is_whole
+from workbench.core.checkpoint import (
+    FORMAT,
+    MOMENTS,
+    WEIGHTS,
+    checkpoints,
+    hashes,
+    is_whole,
+    unshared,
+)
 from workbench.core.random_states import set_random_states
 from workbench.core.schedules import RateTrace, model_values
+from workbench.core.shard_files import OF_MOMENTS, OF_WEIGHTS, read_shards
+from workbench.core.sharding import is_split, lay_out
 from workbench.core.train import TrainState
 from workbench.errors import UserError
 from workbench.json_files import read_json
@@ -46,13 +58,36 @@ class Saved:
         """The update it was saved after."""
         return int(self.state["step"])
 
-    def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name; of a tied head only one name."""
-        return _tensors(self.path / "model.safetensors")
+    def weights(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Parameters and buffers by name; of a tied head only one name.
 
-    def moments(self) -> dict[str, Tensor]:
-        """Optimizer state as `<parameter>/<key>`."""
-        return _tensors(self.path / "optimizer.safetensors")
+        A tensor that is split in `like` comes split as there: this process's part of it alone.
+        """
+        return self._tensors(WEIGHTS, OF_WEIGHTS, lambda name: (like or {}).get(name))
+
+    def moments(self, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Optimizer state as `<parameter>/<key>`; `like` are parameters, as in `weights`."""
+        return self._tensors(
+            MOMENTS, OF_MOMENTS, lambda name: (like or {}).get(name.rpartition("/")[0])
+        )
+
+    def _tensors(
+        self, file: str, begins: str, like: Callable[[str], Tensor | None]
+    ) -> dict[str, Tensor]:
+        if (self.path / file).exists():
+            found = _tensors(self.path / file)
+            return {name: _laid_out(one, like(name)) for name, one in found.items()}
+
+        def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            model = like(name)
+            if model is None or model.shape != shape or not is_split(model):
+                return torch.empty(shape, dtype=dtype)
+            return torch.empty_like(model.detach(), dtype=dtype)
+
+        try:
+            return read_shards(self.path, begins, place)
+        except (SafetensorError, OSError, *_DAMAGED) as error:
+            raise UserError.at(str(self.path), f"not the parts of a model: {error}") from None
 
 
 def open_checkpoint(path: Path) -> Saved:
@@ -149,24 +184,20 @@ def load_weights(model: torch.nn.Module, saved: Saved) -> None:
     Raises:
         UserError: a tensor is missing, has another shape or dtype, or the model has none like it.
     """
-    weights = saved.weights()
-    own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     # A tied tensor has several names and was saved under the first of them.
-    by_storage: dict[int, str] = {}
+    own = unshared({name: tensor.detach() for name, tensor in model.state_dict().items()})
+    weights = saved.weights(own)
+    path = saved.path / WEIGHTS
+    _require_same_names(path, weights, set(own))
     for name, tensor in own.items():
-        by_storage.setdefault(tensor.data_ptr(), name)
-    first = {name: by_storage[tensor.data_ptr()] for name, tensor in own.items()}
-    _require_same_names(saved.path / "model.safetensors", weights, set(first.values()))
-    for name, tensor in own.items():
-        if first[name] == name:
-            _copy(saved.path / "model.safetensors", name, weights[name], tensor)
+        _copy(path, name, weights[name], tensor)
 
 
 def _load_moments(state: TrainState, saved: Saved) -> None:
     """By the name of the parameter: two tensors of one shape cannot swap their moments."""
-    path = saved.path / "optimizer.safetensors"
-    moments = saved.moments()
+    path = saved.path / MOMENTS
     parameters = dict(state.model.named_parameters())
+    moments = saved.moments(parameters)
     owners = {
         parameter: optimizer
         for optimizer in state.optimizers
@@ -207,8 +238,14 @@ def _copy(path: Path, name: str, source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
+def _laid_out(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """A tensor that is whole, or this process's part of it where `like` is split."""
+    if like is None or tensor.shape != like.shape or not is_split(like):
+        return tensor
+    return lay_out(tensor, like)
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:

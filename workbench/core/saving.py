@@ -16,6 +16,8 @@ import psutil
 import torch
 
 from workbench.core.checkpoint import Snapshot, snapshot, write_checkpoint
+from workbench.core.parallel import ALONE, Team
+from workbench.core.shard_files import save_shards
 from workbench.core.train import TrainState
 
 # The copy may take this share of the memory that is free.
@@ -25,18 +27,27 @@ _ROOM = 0.5
 class Saver:
     """Writes the checkpoints of one run, one at a time."""
 
-    def __init__(self, folder: Path, keep: int, device: torch.device) -> None:
-        """Keeps the newest `keep` checkpoints under `folder`."""
-        self._folder, self._keep, self._device = folder, keep, device
+    def __init__(self, folder: Path, keep: int, device: torch.device, team: Team = ALONE) -> None:
+        """Keeps the newest `keep` checkpoints under `folder`.
+
+        Rank zero of a team writes for all, unless each holds a part of the model: then all write.
+        """
+        self._folder, self._keep, self._device, self._team = folder, keep, device, team
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, state: TrainState, spec: dict[str, Any]) -> None:
-        """Takes the state as it is now; it may still be on its way to the disk afterwards.
+    def save(self, state: TrainState, spec: dict[str, Any], *, last: bool = False) -> None:
+        """Takes the state as it is now; it may still be on its way to the disk afterwards. `last`:
+        the run ends with it.
 
         Raises:
             StoreError: this checkpoint, or the one before, cannot be written.
         """
+        if self._team.is_sharded:
+            save_shards(state, self._folder, spec, self._keep, self._team, last=last)
+            return
+        if not self._team.is_first:
+            return
         self.wait()
         taken = snapshot(state, spec)
         if not overlaps(self._device, taken.nbytes):
