@@ -112,8 +112,8 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     )
 
 
-def require_same_run(one: Ran, other: Ran) -> None:
-    """Every digest is equal, and every loss but for rounding."""
+def require_same_run(one: Ran, other: Ran, telemetry: float = 1e-3) -> None:
+    """Every digest is equal, and every loss but for rounding; telemetry within so much."""
     assert one.codes == [0] * len(one.codes), one.said
     assert other.codes == [0] * len(other.codes), other.said
     a, b = one.record, other.record
@@ -122,10 +122,10 @@ def require_same_run(one: Ran, other: Ran) -> None:
     assert len(one.rows("train/nll")) == 20
     for name in ("train/nll", "train/objective", "held_out/nll", "train_split/nll"):
         assert one.rows(name) == pytest.approx(other.rows(name), rel=1e-5), name
-    for name in ("route_entropy", "expert_0_share", "expert_3_share"):
+    for name in ("route_entropy", "expert_0_share", "expert_2_share"):
         assert one.rows(name) == other.rows(name), name
     for name in ("grad_norm", "shared_rms", "routed_rms", "expert_0_grad_norm"):
-        assert one.rows(name) == pytest.approx(other.rows(name), rel=1e-3), name
+        assert one.rows(name) == pytest.approx(other.rows(name), rel=telemetry), name
 
 
 def test_a_global_batch_gives_the_same_run_on_two_processes(worlds: dict[str, Ran]) -> None:
