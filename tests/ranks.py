@@ -4,20 +4,20 @@
 "options", "kill", "run"}`, and runs one after the other, each with `runs/RUN` as its run (or
 `runs/NAME`). `kill` is `[rank, step]`: that process ends itself by SIGKILL after that step. Prints
 one JSON document: of each case the exit codes by rank, the seconds it took, what each rank said,
-and the record that was there when it ended.
+and the record that was there when it ended. A rank ends as any interpreter does, so that what its
+end comes to shows in its exit code.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Set before torch is loaded: another number of threads rounds otherwise, and forks badly.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -40,20 +40,14 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     began = time.monotonic()
-    processes = [
-        multiprocessing.get_context("fork").Process(target=_rank, args=(folder, case, rank, port))
-        for rank in range(case["processes"])
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0.0, began + PATIENCE_SECONDS - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
-    codes = [process.exitcode for process in processes]
+    processes = []
+    for rank in range(case["processes"]):
+        if not (process := os.fork()):
+            _rank(folder, case, rank, port)
+        processes.append(process)
+    codes = [_code(process, began + PATIENCE_SECONDS) for process in processes]
     seconds = time.monotonic() - began
+    said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
     record = json.loads((folder / "mlruns/runs" / run_of(case) / "run_config.json").read_text())
     return {"codes": codes, "seconds": seconds, "said": said, "document": record}
 
@@ -63,11 +57,21 @@ def run_of(case: dict[str, Any]) -> str:
     return str(case.get("run", case["name"]))
 
 
+def _code(process: int, deadline: float) -> int:
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 def _said(folder: Path, case: dict[str, Any], rank: int) -> Path:
     return folder / f"{case['name']}.{rank}.txt"
 
 
-def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> None:
+def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
     os.environ.update(WB_HOME=str(folder / "mlruns"), WB_MLFLOW_WAIT="0")
     if case["processes"] > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
@@ -81,6 +85,7 @@ def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> None:
     os.dup2(said, 2)
     sys.argv = ["wb", "run", case["spec"], f"name={run_of(case)}", *case.get("options", [])]
     wb()
+    sys.exit(0)
 
 
 def _killing(flush: Any, step: int) -> Any:
@@ -96,7 +101,7 @@ def main() -> None:
     """Runs the cases of the folder."""
     folder = Path(sys.argv[1])
     cases = json.loads((folder / "cases.json").read_text())
-    print(json.dumps({case["name"]: run_case(folder, case) for case in cases}))
+    print(json.dumps({case["name"]: run_case(folder, case) for case in cases}), flush=True)
 
 
 if __name__ == "__main__":

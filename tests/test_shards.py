@@ -170,6 +170,22 @@ def open_checkpoint_unchecked(path: Path) -> dict[str, torch.Tensor]:
     return read_shards(path, OF_WEIGHTS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_twenty_processes_end_with_the_exit_code_of_their_run(
+    tmp_path: Path, parallel: str
+) -> None:
+    short = {"steps": 1, "parallel": parallel}
+    spec = spec_file(tmp_path, "short", training=WHOLE | short, evaluation={"eval_steps": 0})
+    cases = [{"name": f"run_{n}", "processes": 2, "spec": spec} for n in range(9)]
+    cases += [{"name": "dying", "processes": 2, "spec": spec, "kill": [1, 1]}]
+    found = ran(tmp_path, cases)
+    assert {name: run.codes for name, run in found.items()} == {
+        **{f"run_{n}": [0, 0] for n in range(9)},
+        "dying": [74, -9],
+    }, [run.said for run in found.values() if run.codes != [0, 0]]
+
+
 def test_fsdp_with_compiled_blocks_is_refused(tmp_path: Path) -> None:
     training = {"parallel": "fsdp", "compile": True}
     given = {"name": "x", "seed": 1, **sections(tmp_path, **SPEC | {"training": training})}
