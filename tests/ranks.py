@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 # Set before torch is loaded: another number of threads rounds otherwise, and forks badly.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as `wb` does
 
 import matplotlib.figure  # noqa: F401
 import torch._inductor

@@ -14,6 +14,7 @@ import pytest
 from tiny_runs import sections
 
 from workbench.compare import compare_runs
+from workbench.core.load_model import load_model
 from workbench.errors import UserError
 from workbench.spec.run import RunSpec
 from workbench.track.record import RunRecord, read_record
@@ -80,11 +81,15 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     folder = tmp_path_factory.mktemp("worlds")
     whole = spec_file(folder, "whole")
     own = spec_file(folder, "own", training={"batch_size": 4, "global_batch_size": None})
+    split = spec_file(
+        folder, "split", training=WHOLE | {"parallel": "fsdp"}, checkpoint={"save_steps": 0}
+    )
     return ran(
         folder,
         [
             {"name": "one", "processes": 1, "spec": whole},
             {"name": "two", "processes": 2, "spec": whole},
+            {"name": "split", "processes": 2, "spec": split},
             {"name": "dying", "processes": 2, "spec": whole, "kill": [1, 12]},
             # And two runs that go on with another number of processes.
             {"name": "fewer", "run": "dying", "processes": 1, "spec": whole, "options": RESUME},
@@ -134,6 +139,14 @@ def test_a_global_batch_gives_the_same_run_on_two_processes(worlds: dict[str, Ra
     assert worlds["two"].said[1] == "", "only rank zero speaks"
 
 
+def test_processes_that_hold_a_part_of_the_model_each_train_the_same(
+    worlds: dict[str, Ran],
+) -> None:
+    require_same_run(worlds["one"], worlds["split"])
+    assert worlds["split"].record.effective.execution.parallel == "fsdp, 2 processes"
+    load_model(worlds["split"].folder)  # as `wb eval` does, in one process
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["one_split", "four_split"])
 def test_a_global_batch_gives_the_same_run_with_any_accumulation(
@@ -151,11 +164,11 @@ def test_batch_4_on_one_process_is_batch_2_on_two(splits: dict[str, Ran]) -> Non
 def test_every_document_is_scored_once_on_any_number_of_processes(worlds: dict[str, Ran]) -> None:
     import pyarrow.parquet as pq
 
-    one, two = (
+    one, two, split = (
         pq.read_table(worlds[name].folder / "evaluations" / "step_00000000.parquet").to_pydict()
-        for name in ("one", "two")
+        for name in ("one", "two", "split")
     )
-    assert one == two  # before any update: the same weights, the same sums
+    assert one == two == split  # before any update: the same weights, the same sums
 
 
 def test_processes_that_do_not_divide_the_batch_are_refused(tmp_path: Path) -> None:

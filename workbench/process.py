@@ -29,6 +29,8 @@ def prepare_process() -> None:
     (`THP_MEM_ALLOC_ENABLE`) are not asked for: it then aligns tensors to 2 MiB, and a heap that is
     kept fragments step by step, to twice the memory that is in use.
     """
+    # Who has lost another process says which; torch would add the addresses of its own functions.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     if not sys.platform.startswith("linux"):
