@@ -26,6 +26,7 @@ from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints
 from workbench.core.model import Transformer, build_model
 from workbench.core.moe import EXPERT_STACKS, LearnedRouted, RoutedFeedForward, TokenRouted
+from workbench.core.parallel import Team
 from workbench.core.precision import FLOAT32, Precision
 from workbench.core.routing import route_table
 from workbench.core.telemetry import ExpertWatch, Routes
@@ -59,11 +60,11 @@ def gradients_of_first_step(parts: Components) -> tuple[StepResult, dict[str, Te
     """The first update and the gradients that it was made of, before clipping."""
     found: dict[str, Tensor] = {}
 
-    def kept(model: nn.Module, max_norm: float) -> float:
+    def kept(model: nn.Module, max_norm: float, team: Team) -> float:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 found[name] = parameter.grad.clone()
-        return clip_gradients(model, max_norm)
+        return clip_gradients(model, max_norm, team)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "clip_gradients", kept)

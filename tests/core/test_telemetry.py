@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints
 from workbench.core.moe import EXPERT_STACKS, LearnedRouted, TokenRouted
+from workbench.core.parallel import Team
 from workbench.core.routing import route_table
 from workbench.core.telemetry import entropy
 from workbench.core.train import StepResult, clip_gradients, train
@@ -221,11 +222,11 @@ def test_norms_are_those_before_clipping_and_rms_of_what_is_added(tmp_path: Path
         )
     gradients: dict[str, Tensor] = {}
 
-    def kept(module: nn.Module, max_norm: float) -> float:
+    def kept(module: nn.Module, max_norm: float, team: Team) -> float:
         gradients.update(
             {n: p.grad.double() for n, p in module.named_parameters() if p.grad is not None}
         )
-        return clip_gradients(module, max_norm)
+        return clip_gradients(module, max_norm, team)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "clip_gradients", kept)

@@ -24,6 +24,7 @@ from workbench.core.data.batches import TokenDigest
 from workbench.core.model import Block, Output, TrainingForward, Transformer, build_model
 from workbench.core.moe import TokenRouted
 from workbench.core.optim import parameter_table
+from workbench.core.parallel import Team
 from workbench.core.schedules import learning_rate
 from workbench.core.train import StepResult, clip_gradients, train
 from workbench.errors import TrainingStoppedError
@@ -154,9 +155,9 @@ def test_clipping_happens_once_for_each_update(
 ) -> None:
     calls = []
 
-    def counted(model: nn.Module, max_norm: float) -> float:
+    def counted(model: nn.Module, max_norm: float, team: Team) -> float:
         calls.append(max_norm)
-        return clip_gradients(model, max_norm)
+        return clip_gradients(model, max_norm, team)
 
     monkeypatch.setattr(training, "clip_gradients", counted)
     layout = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "max_grad_norm": 0.3}
