@@ -223,7 +223,7 @@ def test_a_run_of_batches_of_its_own_does_not_go_on_with_more_processes(
 def test_several_processes_make_one_run(worlds: dict[str, Ran]) -> None:
     """Those other than rank zero write nothing."""
     runs = worlds["two"].folder.parent
-    assert sorted(path.name for path in runs.iterdir()) == ["dying", "one", "own", "two"]
+    assert sorted(path.name for path in runs.iterdir()) == ["dying", "one", "own", "split", "two"]
     alone, together = (
         {str(path.relative_to(folder)) for path in folder.rglob("*")}
         for folder in (worlds["one"].folder, worlds["two"].folder)
