@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 # make lint is the part of check that is not tests
-.PHONY: run test test-all lint check install clean reliability
+.PHONY: run test test-all lint check install clean reliability scale
 
 $(BIN)/wb: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +38,10 @@ test-all: $(VENV)/.test
 # kills, faults and what surviving them costs: writes reports/reliability.md (about ten minutes)
 reliability: $(VENV)/.test
 	$(BIN)/python tests/reliability.py
+
+# one model on several processes: speed, equality, deaths, resumes: writes reports/scale.md (minutes)
+scale: $(VENV)/.test
+	$(BIN)/python tests/scale.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -4,8 +4,8 @@
 "options", "kill", "run"}`, and runs one after the other, each with `runs/RUN` as its run (or
 `runs/NAME`). `kill` is `[rank, step]`: that process ends itself by SIGKILL after that step. Prints
 one JSON document: of each case the exit codes by rank, the seconds it took, what each rank said,
-and the record that was there when it ended. A rank ends as any interpreter does, so that what its
-end comes to shows in its exit code.
+the record that was there when it ended, and the seconds from the kill to then. A rank ends as any
+interpreter does, so that what its end comes to shows in its exit code.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             _rank(folder, case, rank, port)
         processes.append(process)
     codes = [_code(process, began + PATIENCE_SECONDS) for process in processes]
-    seconds = time.monotonic() - began
+    seconds, ended = time.monotonic() - began, time.time()
     said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
     record = json.loads((folder / "mlruns/runs" / run_of(case) / "run_config.json").read_text())
-    return {"codes": codes, "seconds": seconds, "said": said, "document": record}
+    found = {"codes": codes, "seconds": seconds, "said": said, "document": record}
+    killed = folder / f"{case['name']}.killed"
+    return found | {"after_kill": ended - killed.stat().st_mtime if killed.exists() else None}
 
 
 def run_of(case: dict[str, Any]) -> str:
@@ -80,7 +82,7 @@ def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
     runner.tracker_for = lambda spec, store: NullTracker()
     if case.get("kill") and case["kill"][0] == rank:
         for kind in (Recorder, Follower):
-            kind.flush = _killing(kind.flush, case["kill"][1])  # type: ignore[method-assign]
+            kind.flush = _killing(kind.flush, case["kill"][1], folder / f"{case['name']}.killed")  # type: ignore[method-assign]
     said = os.open(_said(folder, case, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -89,10 +91,11 @@ def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
     sys.exit(0)
 
 
-def _killing(flush: Any, step: int) -> Any:
+def _killing(flush: Any, step: int, mark: Path) -> Any:
     def after(recorder: Any) -> None:
         flush(recorder)
         if recorder._parts.state.step == step:
+            mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     return after

@@ -39,6 +39,7 @@ class Ran:
     seconds: float
     said: list[str]
     document: dict[str, Any]  # the record as it was when they ended
+    after_kill: float | None  # seconds from the kill to the end of all
     folder: Path
 
     @property
