@@ -127,8 +127,8 @@ def scaling(begun: dict[str, Ran], one: Ran) -> list[str]:
         "## The same run on 1, 2 and 4 processes",
         "",
         "One spec with `training.global_batch_size`, on one thread for each process. `Apart` is "
-        "the largest relative difference to one process, over all steps (train) and evaluations (held "
-        "out); digests of the token order are equal in all rows.",
+        "the largest relative difference to one process, over all steps (train) and evaluations "
+        "(held out); digests of the token order are equal in all rows.",
         "",
         "| trained as | tokens/s | to one process | train NLL apart | held-out NLL apart |",
         "| --- | --- | --- | --- | --- |",
@@ -144,7 +144,7 @@ def scaling(begun: dict[str, Ran], one: Ran) -> list[str]:
         "",
         f"More processes than the {os.cpu_count()} cores here share them: those rows show what is "
         "computed, not what a larger machine gains. FSDP gathers every block twice a step, which "
-        "over a CPU's gloo costs more than the small model itself; it is for models that do not fit. "
+        "over gloo costs more than the small model itself; it is for models that do not fit. "
         f"A checkpoint: {sizes['ddp_1'] / 1e6:.1f} MB, of FSDP {sizes['fsdp_2'] / 1e6:.1f} MB.",
         "",
     ]
