@@ -502,3 +502,31 @@ def test_a_seed_that_no_generator_takes_is_refused_before_a_run(console: Console
     code, document = console.document("run", str(path), "--dry-run")
     assert code == 2
     assert document["error"]["place"].endswith("seed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "value", "allowed"),
+    [
+        ("frobnicate", "command line", "frobnicate", "run, "),
+        ("study chekc", "command line", "chekc", "check, "),
+        ("list --jso", "command line", "--jso", "see wb list --help"),
+        ("list extra", "command line", "extra", "see wb list --help"),
+        ("compare a b --at=x", "--at", "x", "see wb compare --help"),
+        ("run a.yaml --nproc 0", "--nproc", "0", "see wb run --help"),
+        ("study run a --launcher moon", "--launcher", "moon", "see wb study run --help"),
+        ("run nowhere.yaml", "nowhere.yaml", "nowhere.yaml", "a YAML file"),
+        ("study run nowhere.yaml", "nowhere.yaml", "nowhere.yaml", "a YAML file"),
+        ("plan nowhere.yaml", "nowhere.yaml", "nowhere.yaml", "a YAML file"),
+        ("show nowhere", "run", "nowhere", "a name"),
+    ],
+)
+def test_an_error_names_the_value_and_what_is_allowed(
+    empty: Console, arguments: str, place: str, value: str, allowed: str
+) -> None:
+    code, document = empty.document(*arguments.split())
+    error = document["error"]
+    assert code == 2
+    assert (error["place"], error["value"]) == (place, value)
+    assert allowed in error["allowed"]
+    _, _, said = empty(*arguments.split())
+    assert said.count(value) == 1 or place != value  # a path is not said twice

@@ -120,11 +120,12 @@ def _explained(error: Exception, arguments: list[str]) -> tuple[list[Fault], int
     if isinstance(error, UserError):
         return list(error.faults), error.exit_code
     if isinstance(error, OSError):
-        return [Fault(_place(error), reason_of(error))], INPUT_OUTPUT
-    # Typer may bring a click of its own, so its errors are known by name.
-    if any(base.__name__ == "ClickException" for base in type(error).__mro__):
-        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        return [Fault("command line", message, allowed="see wb --help")], 2
+        path = None if error.filename is None else str(error.filename)
+        return [Fault(_place(error), reason_of(error), path)], INPUT_OUTPUT
+    from workbench.usage import fault_of_usage, is_usage_error
+
+    if is_usage_error(error):
+        return [fault_of_usage(error, arguments)], 2
     return [Fault("wb", _crash(error, arguments))], CRASHED
 
 

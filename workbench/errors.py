@@ -17,7 +17,10 @@ UNSET = "null (unset it)"
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: where, what was found, what is allowed, in a sentence."""
+    """One thing that is wrong: where, what was found, what is allowed, in a sentence.
+
+    Of a file that cannot be read, the place is its path, and so is the value.
+    """
 
     place: str
     message: str
@@ -26,7 +29,7 @@ class Fault:
 
     def __str__(self) -> str:
         text = f"{self.place}: {self.message}"
-        if self.value is not None:
+        if self.value is not None and str(self.value) != self.place:
             text += f" (got {self.value!r})"
         if self.allowed:
             text += f"; allowed: {self.allowed}"

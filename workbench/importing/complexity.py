@@ -252,7 +252,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         allowed = f"a folder with the original runner's {CONFIG} and {METRICS}"
-        raise UserError.at(str(path), reason_of(error), None, allowed) from None
+        raise UserError.at(str(path), reason_of(error), str(path), allowed) from None
 
 
 def _document(path: Path, content: bytes) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def read_csv(
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError.at(str(path), reason_of(error), None, "a table in CSV") from None
+        raise UserError.at(str(path), reason_of(error), str(path), "a table in CSV") from None
     table = _Table(path, content, file.map.delimiter)
     runs = {run.name: run for run in _runs(table, file)}
     picked = pick(list(runs), path.name, chosen, name)

@@ -86,7 +86,7 @@ def _configuration(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
         document = read_json(path)
     except OSError as error:
-        raise UserError.at(str(path), reason_of(error)) from None
+        raise UserError.at(str(path), reason_of(error), str(path)) from None
     except (ValueError, RecursionError) as error:
         raise UserError.at(str(path), f"not JSON: {error}") from None
     if isinstance(document, dict):

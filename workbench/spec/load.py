@@ -180,19 +180,21 @@ def _read(path: Path, wanted_by: str) -> str:
             raw = file.read(MOST_BYTES + 1)
         if len(raw) > MOST_BYTES:
             message = f"longer than a spec ever is{wanted_by}"
-            raise UserError.at(str(path), message, None, f"up to {MOST_BYTES:,} bytes")
+            raise UserError.at(str(path), message, str(path), f"up to {MOST_BYTES:,} bytes")
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         message = f"not UTF-8 at byte {error.start}{wanted_by}"
-        raise UserError.at(str(path), message) from None
+        raise UserError.at(str(path), message, str(path)) from None
     except IsADirectoryError:
-        raise UserError.at(str(path), f"a folder, not a spec{wanted_by}") from None
+        message = f"a folder, not a spec{wanted_by}"
+        raise UserError.at(str(path), message, str(path), "a YAML file") from None
     except OSError as error:
         hint = ""
         if path.parent.is_dir():
             hint = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
         reason = (error.strerror or "unreadable").lower()
-        raise UserError.at(str(path), f"{reason}{wanted_by}.{hint}".rstrip(".")) from None
+        message = f"{reason}{wanted_by}.{hint}".rstrip(".")
+        raise UserError.at(str(path), message, str(path), "a YAML file") from None
 
 
 def _compose(text: str, place: str) -> yaml.Node | None:
