@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from workbench import completion
 from workbench.answers import Answer, AsJson, Debug, readable, say
 from workbench.compare_command import (
     Allow,
@@ -54,7 +55,9 @@ app.add_typer(study_app)
 
 @app.command()
 def run(
-    spec: Annotated[Path, typer.Argument(help="A run spec (YAML).")],
+    spec: Annotated[
+        Path, typer.Argument(help="A run spec (YAML).", autocompletion=completion.specs)
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Laid over the spec.")
     ] = None,
@@ -85,6 +88,8 @@ def run(
     """Train one validated run, tracked in the store and in MLflow.
 
     Several processes, on several machines too: torchrun ... -m workbench run SPEC.
+
+    Example: wb run experiments/quickstart.yaml seed=43
     """
     from workbench.spec.load import load_spec
 
@@ -120,8 +125,16 @@ def run(
 
 @app.command()
 def check(
-    a: Annotated[str, typer.Argument(help="A run spec (YAML), or a run: name, id or prefix.")],
-    b: Annotated[str, typer.Argument(help="Another spec or run.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A run spec (YAML), or a run: name, id or prefix.",
+            autocompletion=completion.specs_and_runs,
+        ),
+    ],
+    b: Annotated[
+        str, typer.Argument(help="Another spec or run.", autocompletion=completion.specs_and_runs)
+    ],
     treatment: Treatment = None,
     allow: Allow = None,
     claim: Claims = None,
@@ -129,7 +142,10 @@ def check(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Say whether two specs, two runs, or one of each would be comparable, before more compute."""
+    """Say whether two specs, two runs, or one of each would be comparable, before more compute.
+
+    Example: wb check a.yaml b.yaml --treatment model
+    """
     from workbench.compare import check as judge
     from workbench.compare import render_check
     from workbench.specs_and_runs import run_or_plan
@@ -163,6 +179,8 @@ def list_runs(as_json: AsJson = False, debug: Debug = False) -> Answer:
     """List the runs of the store, newest first, and those of the server that is set.
 
     The server is that of MLFLOW_TRACKING_URI.
+
+    Example: wb list
     """
     from workbench.track.server_runs import other_runs
     from workbench.track.store import Store
@@ -182,11 +200,17 @@ def list_runs(as_json: AsJson = False, debug: Debug = False) -> Answer:
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(help="A run: name, id, or unique prefix.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run: name, id, or unique prefix.", autocompletion=completion.runs),
+    ],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Show what one run was, how it went, and where its files are."""
+    """Show what one run was, how it went, and where its files are.
+
+    Example: wb show quickstart
+    """
     from workbench.track.record import document_of
     from workbench.track.server_runs import find_run
     from workbench.track.store import Store
@@ -211,7 +235,10 @@ def ui(
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Serve the MLflow UI on the store until Ctrl-C; the page is the newest run's experiment."""
+    """Serve the MLflow UI on the store until Ctrl-C; the page is the newest run's experiment.
+
+    Example: wb ui --port 8080
+    """
     from workbench.track.store import Store
     from workbench.track.ui import ui as serve
 
@@ -223,8 +250,10 @@ def ui(
 
 @app.command()
 def bench(
-    spec: Annotated[Path, typer.Argument(help="A run spec.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    spec: Annotated[Path, typer.Argument(help="A run spec.", autocompletion=completion.specs)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Laid over the spec.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of A B A B.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each arm in a turn.")] = 2,
     max_seconds: Annotated[
@@ -251,6 +280,8 @@ def bench(
     """Measure the spec's training step against a plain step of the same shape, or another spec's.
 
     With telemetry.moe, what that costs a step, too.
+
+    Example: wb bench a.yaml --compare-set training.compile=false
     """
     from workbench.bench.measure import bench as measure
     from workbench.bench.page import render
@@ -286,6 +317,8 @@ def plan(
     """Count parameters, FLOPs, tokens, memory, disk and time of runs, building no model.
 
     A cluster plan (sections model, parallel, run) is checked, and never launched.
+
+    Example: wb plan a.yaml training.batch_size=8
     """
     from workbench.plan_files import plan_file
 

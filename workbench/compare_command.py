@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from workbench import completion
 from workbench.answers import Answer, AsJson, Debug, readable, say
 from workbench.errors import UserError
 from workbench.output import write_document, write_line
@@ -30,8 +31,13 @@ Strict = Annotated[bool, typer.Option(help="Exit 1 when the verdict is flagged."
 
 
 def compare(
-    a: Annotated[str | None, typer.Argument(help="A run: name, id, or unique prefix.")] = None,
-    b: Annotated[str | None, typer.Argument(help="Another run.")] = None,
+    a: Annotated[
+        str | None,
+        typer.Argument(help="A run: name, id, or unique prefix.", autocompletion=completion.runs),
+    ] = None,
+    b: Annotated[
+        str | None, typer.Argument(help="Another run.", autocompletion=completion.runs)
+    ] = None,
     arm_a: Annotated[
         list[str] | None,
         typer.Option("--a", metavar="RUN...", help="The runs of the first arm, one for each seed."),
@@ -79,6 +85,8 @@ def compare(
     """Say whether two runs, or arms of several seeds, may be compared, and how they differ.
 
     Arms: --a RUN... --b RUN..., or --arm NAME=RUN,RUN for each.
+
+    Example: wb compare mha-s42 gqa-s42 --treatment model
     """
     from workbench.arms_command import ArmsRequest, compare_groups, single_pair
     from workbench.track.store import Store

@@ -75,6 +75,8 @@ def prepare(
     """Turn text into token shards, training and held-out documents apart.
 
     Started again after a stop, it goes on; the result does not depend on the processes.
+
+    Example: wb data prepare texts/ --out shards --tokenizer o200k_base
     """
     from workbench.process import prepare_process
 
@@ -120,7 +122,10 @@ def inspect(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Say what a token shard holds; all of it is read, and exit 2 if its hash does not hold."""
+    """Say what a token shard holds; all of it is read, and exit 2 if its hash does not hold.
+
+    Example: wb data inspect shards/train
+    """
     from workbench.core.data.inspection import inspect as read
     from workbench.track.store import Store
 
@@ -164,7 +169,10 @@ def overlap(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Say how much of EVAL stands in TRAIN, document by document; exit 3 if it is contaminated."""
+    """Say how much of EVAL stands in TRAIN, document by document; exit 3 if it is contaminated.
+
+    Example: wb data overlap train.txt news.txt
+    """
     from workbench.process import prepare_process
 
     prepare_process()

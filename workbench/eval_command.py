@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
+from workbench import completion
 from workbench.answers import Answer, AsJson, Debug, readable, say
 from workbench.errors import UserError
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(help="A run that ended: name, id, or unique prefix.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run that ended: name, id, or unique prefix.", autocompletion=completion.runs
+        ),
+    ],
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=PATH", help="Text to score: file, folder or glob."),
@@ -37,7 +43,10 @@ def evaluate(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Score a run's checkpoint on further text and tasks; the numbers join its record."""
+    """Score a run's checkpoint on further text and tasks; the numbers join its record.
+
+    Example: wb eval quickstart --set news=news/*.txt
+    """
     from workbench.process import prepare_process
 
     named = parse_sets(sets)

@@ -6,12 +6,16 @@ from typing import Annotated
 
 import typer
 
+from workbench import completion
 from workbench.answers import Answer, AsJson, Debug, readable, say
 from workbench.errors import StoreError, UserError
 
 
 def verify(
-    run: Annotated[str, typer.Argument(help="A run: name, id, or unique prefix.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run: name, id, or unique prefix.", autocompletion=completion.runs),
+    ],
     steps: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many; default: all it made.")
     ] = None,
@@ -21,7 +25,10 @@ def verify(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Train a run again from its record: are the losses the same, and from which step not?"""
+    """Train a run again from its record: are the losses the same, and from which step not?
+
+    Example: wb verify quickstart --steps 20
+    """
     from workbench.process import prepare_process
 
     prepare_process()  # before torch is loaded
@@ -39,12 +46,18 @@ def verify(
 
 def sync(
     runs: Annotated[
-        list[str] | None, typer.Argument(help="Runs: name, id, or unique prefix. Default: all.")
+        list[str] | None,
+        typer.Argument(
+            help="Runs: name, id, or unique prefix. Default: all.", autocompletion=completion.runs
+        ),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Send MLflow what it does not have yet of runs that have ended, and of studies."""
+    """Send MLflow what it does not have yet of runs that have ended, and of studies.
+
+    Example: wb sync quickstart
+    """
     from workbench.track.feeder import send_run
     from workbench.track.parents import send_study
     from workbench.track.store import Store

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from workbench import completion
 from workbench.answers import Answer, AsJson, Debug
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ def explain(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Say what a rule of the comparison checklist guards, why it matters, and what to do."""
+    """Say what a rule of the comparison checklist guards, why it matters, and what to do.
+
+    Example: wb explain budget
+    """
     from workbench.compare import explain as pages
     from workbench.spec.checklist import RULESET_VERSION
 
@@ -32,12 +36,23 @@ def explain(
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A run spec (YAML), or a run: name, id or prefix.")],
-    b: Annotated[str, typer.Argument(help="Another spec or run.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A run spec (YAML), or a run: name, id or prefix.",
+            autocompletion=completion.specs_and_runs,
+        ),
+    ],
+    b: Annotated[
+        str, typer.Argument(help="Another spec or run.", autocompletion=completion.specs_and_runs)
+    ],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """List the resolved values in which two specs or runs differ, with the rule of each."""
+    """List the resolved values in which two specs or runs differ, with the rule of each.
+
+    Example: wb diff a.yaml quickstart
+    """
     from workbench.compare import differences as diffs
     from workbench.specs_and_runs import spec_or_entry
     from workbench.track.store import Store

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from workbench import completion
 from workbench.answers import Answer, AsJson, Debug, say
 from workbench.errors import RefusedError, UserError
 
@@ -32,12 +33,17 @@ class Where(enum.StrEnum):
     SUBMITIT_LOCAL = "submitit-local"
 
 
-StudyFile = Annotated[Path, typer.Argument(help="A study file (.study.yaml).")]
+StudyFile = Annotated[
+    Path, typer.Argument(help="A study file (.study.yaml).", autocompletion=completion.specs)
+]
 
 
 @app.command()
 def check(study: StudyFile, as_json: AsJson = False, debug: Debug = False) -> Answer:
-    """Say whether a study can answer its question, before any compute is spent."""
+    """Say whether a study can answer its question, before any compute is spent.
+
+    Example: wb study check experiments/quick_matched.study.yaml
+    """
     from workbench.study.check import check_study, render
     from workbench.study.spec import load_study
     from workbench.track.store import Store
@@ -81,7 +87,10 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Freeze the plan, train every run that is not finished, several at once."""
+    """Freeze the plan, train every run that is not finished, several at once.
+
+    Example: wb study run experiments/quick_matched.study.yaml --at-once 2
+    """
     from workbench.signals import StopRequests
     from workbench.study.run import run_study, summary
     from workbench.study.spec import load_study
@@ -113,11 +122,19 @@ def run(
 
 @app.command()
 def report(
-    study: Annotated[str, typer.Argument(help="A study file, or the name of a study that ran.")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            help="A study file, or the name of a study that ran.", autocompletion=completion.studies
+        ),
+    ],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Write the report of a study: the answer, how sure it is, and all that happened."""
+    """Write the report of a study: the answer, how sure it is, and all that happened.
+
+    Example: wb study report quick_matched
+    """
     from workbench.compare.report_folder import report_lines
     from workbench.study.outcome import outcome_of
     from workbench.study.report import data, write_study_report
@@ -138,11 +155,19 @@ def report(
 
 @app.command()
 def status(
-    study: Annotated[str, typer.Argument(help="A study file, or the name of a study that ran.")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            help="A study file, or the name of a study that ran.", autocompletion=completion.studies
+        ),
+    ],
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
-    """Show arms, seeds, states and time left, and how the file differs from the frozen plan."""
+    """Show arms, seeds, states and time left, and how the file differs from the frozen plan.
+
+    Example: wb study status quick_matched
+    """
     from workbench.study.status import render, study_status
     from workbench.track.store import Store
 
