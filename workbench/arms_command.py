@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from workbench.answers import Answer, readable, say
 from workbench.errors import Fault, UserError
 from workbench.output import write_document, write_line
-from workbench.track.parents import folder_of_study
-from workbench.track.server_runs import find_run
 
 if TYPE_CHECKING:
     from workbench.track.store import RunEntry, Store
@@ -113,6 +111,8 @@ def planned_seeds(arms: Mapping[str, Sequence[RunEntry]]) -> dict[str, list[int]
     Raises:
         UserError: the plan of a study is damaged or was edited.
     """
+    from workbench.track.parents import folder_of_study
+
     found: dict[str, list[int]] = {}
     for name, group in arms.items():
         of_arm: dict[tuple[Path, str], None] = {}
@@ -151,6 +151,8 @@ def _tuned(entry: RunEntry) -> tuple[Any, Any]:
 def _arms(
     request: ArmsRequest, store: Store, entries: Sequence[RunEntry]
 ) -> dict[str, list[RunEntry]]:
+    from workbench.track.server_runs import find_run
+
     if request.arms:
         return _named_arms(request, store)
     names = _names(request)
@@ -183,6 +185,8 @@ def _names(request: ArmsRequest) -> list[str]:
 
 
 def _named_arms(request: ArmsRequest, store: Store) -> dict[str, list[RunEntry]]:
+    from workbench.track.server_runs import find_run
+
     if request.a or request.b or request.a_tags or request.b_tags or request.names:
         message = "arms are named either here or by --a and --b"
         raise UserError.at("--arm", message, request.arms[0], "--arm NAME=RUN,RUN for each")

@@ -34,6 +34,7 @@ from workbench.import_commands import app as import_app
 from workbench.keep_commands import sync, verify
 from workbench.output import write_document, write_line
 from workbench.rule_commands import diff, explain
+from workbench.runs_commands import app as runs_app
 from workbench.study_commands import app as study_app
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.add_typer(data_app)
 app.add_typer(import_app)
 app.add_typer(study_app)
+app.add_typer(runs_app)
 
 
 @app.command()

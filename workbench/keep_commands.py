@@ -61,6 +61,7 @@ def sync(
     from workbench.track.feeder import send_run
     from workbench.track.parents import send_study
     from workbench.track.store import Store
+    from workbench.track.trash import in_trash, tell_removed
 
     store = Store()
     entries = [store.find_run(name) for name in runs] if runs else store.list_runs()
@@ -79,6 +80,11 @@ def sync(
         reason = send_study(folder.parent)
         name = f"study {folder.parent.name}"
         done[name] = f"not sent: {reason}" if reason else "complete"
+    for one in () if runs else in_trash(store):
+        if one.note.owed:
+            reason = tell_removed(one, store)
+            name = f"{one.note.name} (in the trash)"
+            done[name] = f"not sent: {reason}" if reason else "marked deleted"
     failed = [name for name, said in done.items() if said.startswith("not sent")]
     code = StoreError.exit_code if failed else 0
     if as_json:

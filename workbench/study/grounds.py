@@ -99,6 +99,8 @@ def _incidents(outcome: StudyResult) -> list[Words | str]:
             lines.append(
                 f"{event.when}: the folder of {event.run} has another name, {event.detail}."
             )
+        elif event.kind in ("removed", "restored"):
+            lines.append(f"{event.when}: {event.run} was moved {event.detail}.")
         elif event.kind == "ended" and event.status in ("FAILED", "KILLED"):
             said = event.detail or f"exit code {event.exit_code}"
             lines.append(f"{event.when}: {event.run} ended as {event.status}: {said}.")

@@ -18,14 +18,17 @@ from workbench.study.plan import now
 
 LEDGER = "ledger.jsonl"
 
-EventKind = Literal["began", "started", "ended", "missed", "renamed", "interrupted", "over"]
+EventKind = Literal[
+    "began", "started", "ended", "missed", "renamed", "removed", "restored", "interrupted", "over"
+]
 
 
 class Event(BaseModel):
     """One thing that happened. `run` is None for events of the study as a whole.
 
     `began` and `over`: a `wb study run`; `started` and `ended`: a run's process; `missed`: a run
-    was no longer in the store; `renamed`: its folder has another name; `interrupted`: by a signal.
+    was no longer in the store; `renamed`: its folder has another name; `removed` and `restored`: to
+    the trash and from it; `interrupted`: by a signal.
     `job` is what has a started run in hand where that is a job of a queue.
     """
 

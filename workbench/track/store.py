@@ -73,6 +73,11 @@ class Store:
         return self.home / "studies"
 
     @property
+    def trash(self) -> Path:
+        """Runs that were removed, see `trash`."""
+        return self.home / "trash"
+
+    @property
     def artifacts(self) -> Path:
         """MLflow's artifacts."""
         return self.home / "artifacts"
