@@ -112,5 +112,6 @@ def processor_seconds(*command: str) -> float:
 
 
 def test_help_takes_less_than_a_fifth_of_a_second() -> None:
-    slowness = max(1.0, processor_seconds("-c", "pass") / 0.03)
+    # On a machine that is slow, or shares its cores, the library that it starts with is slow, too.
+    slowness = max(1.0, processor_seconds("-c", "import typer.main") / 0.08)
     assert processor_seconds("-m", "workbench", "--help") < 0.2 * slowness
