@@ -31,7 +31,7 @@ from workbench.errors import StoreError, UserError
 from workbench.eval_command import evaluate
 from workbench.export_command import export
 from workbench.import_commands import app as import_app
-from workbench.keep_commands import sync, verify
+from workbench.keep_commands import doctor, sync, verify
 from workbench.output import write_document, write_line
 from workbench.rule_commands import diff, explain
 from workbench.runs_commands import app as runs_app
@@ -173,6 +173,7 @@ app.command()(verify)
 app.command()(explain)
 app.command()(diff)
 app.command()(sync)
+app.command()(doctor)
 app.command()(export)
 
 

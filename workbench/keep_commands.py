@@ -1,4 +1,4 @@
-"""The commands `wb verify` and `wb sync`: whether a run can be had again, and MLflow brought up."""
+"""`wb verify`, `wb sync`, `wb doctor`: runs had again, MLflow brought up, the machine looked at."""
 
 from __future__ import annotations
 
@@ -91,3 +91,19 @@ def sync(
         return Answer({"runs": done}, code)
     lines = [f"{name}  {said}" for name, said in done.items()]
     return Answer("\n".join(lines) or "no runs", code)
+
+
+def doctor(as_json: AsJson = False, debug: Debug = False) -> Answer:
+    """Say what this machine has, what is broken, and what will be slow and why.
+
+    Example: wb doctor
+    """
+    from workbench.process import prepare_process
+
+    prepare_process()  # before torch is loaded
+    from workbench import doctor as examining
+    from workbench.track.store import Store
+
+    facts, found = examining.examine(Store())
+    page = examining.document(facts, found) if as_json else examining.render(facts, found)
+    return Answer(page, examining.exit_code(found))
