@@ -24,8 +24,9 @@ from workbench.bench.measure import bench, differences
 from workbench.bench.page import render
 from workbench.bench.process import BenchError, Worker, environment
 from workbench.bench.trace import require_place, write_trace
-from workbench.bench.turns import Turns, benched, logged_share, telemetry_cost, weighed
+from workbench.bench.turns import NO_END, Turns, benched, logged_share, telemetry_cost, weighed
 from workbench.core.data.loading import load_data, vocab_size_of
+from workbench.core.schedules import last_step
 from workbench.errors import StoreError, UserError
 from workbench.spec.run import RunSpec
 
@@ -428,6 +429,30 @@ def test_a_step_takes_random_ids_of_the_vocabulary_of_any_data(
     loaded = load_data(found, tmp_path / "s", seed=1)
     assert loaded.tokenizer.vocab_size == vocab_size
     assert int(loaded.train_stream().next_batch(40).max()) in range(vocab_size - 40, vocab_size)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"training": {"steps": 100, "stop_at_step": 3}},
+        {"training": {"steps": 100, "global_batch_size": 2, "batch_size": None}},
+        {
+            "training": {"steps": 0, "stop_at_step": 2},
+            "data": {"dataset": "sample", "order": "sequential"},
+            "schedule": {"decay": "constant", "warmup_steps": 7},
+        },
+    ],
+)
+def test_a_benched_step_never_is_the_last(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Wherever the run of the spec ends: a bench takes as many steps as it needs."""
+    document = tiny().model_dump(mode="json")
+    for section, values in fields.items():
+        document[section] = values if section == "data" else document[section] | values
+    spec = RunSpec.model_validate(document | {"evaluation": {}})
+    found = RunSpec.model_validate(benched(spec))
+    assert found.sequences_per_update == spec.sequences_per_update == 2
+    stream = load_data(found, tmp_path / "s", seed=1).train_stream()
+    assert last_step(found, stream) == NO_END
 
 
 def test_fault_found_by_a_worker_is_the_users(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_runs import tiny_spec
 
-from workbench import commands
+from workbench import commands, foresee
 from workbench import plan as planning
 from workbench.answers import Answer
 from workbench.bench import measure as benching
@@ -83,6 +83,22 @@ def test_a_run_without_a_planned_end_takes_one_pass(tmp_path: Path, store: Store
     assert document["tokens"] is document["steps"] is document["expected"]["seconds"] is None
     assert document["expected"]["step_seconds"] == pytest.approx(0.128)
     assert "one pass over the data" in render(document)
+
+
+def test_a_run_that_stops_early_takes_what_it_takes(tmp_path: Path, store: Store) -> None:
+    """Tokens, steps and time are those of the run, not those that its schedules are made for."""
+    spec = tiny_spec(tmp_path, training={"steps": 100, "stop_at_step": 3, "seq_len": 32})
+    keep_bench(spec, result(spec), store)
+    document = plan(spec, store)
+    assert (document["steps"], document["planned_steps"], document["tokens"]) == (3, 100, 384)
+    assert document["expected"]["seconds"] == pytest.approx(0.384)
+    assert "384 in all (3 of 100 planned steps)" in render(document)
+    assert foresee.plan(spec, store)["tokens"] == 384
+    training = {**OPEN_ENDED["training"], "stop_at_step": 5}
+    open_ended = plan(tiny_spec(tmp_path, **OPEN_ENDED | {"training": training}), store)
+    assert (open_ended["steps"], open_ended["planned_steps"]) == (5, None)
+    assert open_ended["tokens"] == 5 * 128
+    assert "if they hold as many" in render(open_ended)
 
 
 def test_memory_elsewhere_is_that_of_the_device(tmp_path: Path, store: Store) -> None:
@@ -232,6 +248,9 @@ def test_results_do_not_pile_up(tmp_path: Path, store: Store) -> None:
 def test_what_a_step_does_not_depend_on_is_no_difference(tmp_path: Path) -> None:
     one = tiny_spec(tmp_path)
     other = tiny_spec(tmp_path, "other", 1, optimizer={"lr": 1.0}, evaluation={"eval_steps": 1})
+    assert step_settings(one) == step_settings(other)
+    shape = {"batch_size": None, "global_batch_size": 4, "seq_len": 32}
+    other = tiny_spec(tmp_path, training={"steps": 9, "stop_at_step": 3, **shape})
     assert step_settings(one) == step_settings(other)
 
 

@@ -97,7 +97,7 @@ def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
         "vocab_size": vocab,
         "flops_per_token": flops_per_token(spec.model, vocab, spec.training.seq_len),
         "tokens_per_step": spec.tokens_per_step,
-        "tokens": spec.total_tokens,
+        "tokens": spec.end_tokens,
         "warmup_steps": spec.warmup_steps,
         "spec": recorded(spec),
     }

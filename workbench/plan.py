@@ -30,8 +30,8 @@ _PRODUCTS: dict[Matmul, str] = {
 def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
     """The numbers of a run, as `wb plan --json` prints them.
 
-    `tokens` and `steps` are None for one pass over the data; `expected` is None where this machine
-    has no bench. `memory_gb` is the peak of the process on a CPU, elsewhere that of the device.
+    `tokens` and `steps` are those after which the run ends (`training.stop_at_step` included), None
+    for one pass over the data; `expected` is None where this machine has no bench. `memory_gb` is the peak of the process on a CPU, elsewhere that of the device.
 
     Raises:
         UserError: the tokenizer cannot be read.
@@ -63,9 +63,10 @@ def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
             "forward": flops.forward,
             "backward": flops.backward,
         },
-        "tokens": spec.total_tokens,
+        "tokens": spec.end_tokens,
         "tokens_per_step": spec.tokens_per_step,
-        "steps": training.steps or None,
+        "steps": training.stop_at_step or training.steps or None,
+        "planned_steps": training.steps or None,
         "warmup_steps": spec.warmup_steps,
         "memory_gb": sum(parts.values()) / 1e9,
         "memory": {
@@ -87,7 +88,7 @@ def _expected(spec: RunSpec, flops: int, device: Device, store: Store) -> dict[s
     differs = bench.differs(spec)
     rate = bench.tokens_per_s * bench.flops_per_token / flops
     return {
-        "seconds": spec.total_tokens / rate if spec.total_tokens else None,
+        "seconds": spec.end_tokens / rate if spec.end_tokens else None,
         "step_seconds": spec.tokens_per_step / rate,
         "tokens_per_s": rate,
         "scaled": bool(differs),
@@ -128,11 +129,7 @@ def expected_matmul(spec: RunSpec, device: Device) -> Matmul:
 def render(document: dict[str, Any]) -> str:
     """A plan for the terminal."""
     counts, flops, memory = (document[name] for name in ("parameters", "flops", "memory"))
-    tokens = f"{document['tokens_per_step']:,} a step, "
-    if document["tokens"] is None:
-        tokens += "one pass over the data in all: as many as they hold"
-    else:
-        tokens += f"{document['tokens']:,} in all ({document['steps']:,} steps)"
+    tokens = f"{document['tokens_per_step']:,} a step, {_whole(document)}"
     parts = [f"{name} {_size(size)}" for name, size in memory["bytes"].items()]
     kept = document["checkpoints_kept"]
     lines = [
@@ -165,6 +162,19 @@ def render(document: dict[str, Any]) -> str:
     ]
     rows = [f"  {name:10}  {text}" for name, text in lines]
     return "\n".join((document["name"], *rows))
+
+
+def _whole(document: dict[str, Any]) -> str:
+    """The tokens and the steps of the whole run, in words."""
+    steps, planned = document["steps"], document["planned_steps"]
+    if steps is None:
+        return "one pass over the data in all: as many as they hold"
+    whole = f"{document['tokens']:,} in all"
+    if steps == planned:
+        return f"{whole} ({steps:,} steps)"
+    if planned is None:
+        return f"{whole} ({steps:,} steps of one pass over the data, if they hold as many)"
+    return f"{whole} ({steps:,} of {planned:,} planned steps)"
 
 
 def _time_lines(document: dict[str, Any]) -> list[tuple[str, str]]:

@@ -94,7 +94,11 @@ def find_bench(spec: RunSpec, device: Device, store: Store) -> Measured | None:
 def step_settings(spec: RunSpec) -> dict[str, Any]:
     """The settings that a step's time may depend on, by dotted field."""
     document = spec.model_dump(mode="json", include=set(_SECTIONS))
-    del document["training"]["steps"]
+    training = document["training"]
+    # Where the run ends, and a batch that is given for all processes, are nothing of a step.
+    for name in ("steps", "stop_at_step", "global_batch_size"):
+        del training[name]
+    training["batch_size"] = spec.micro_batch_size
     return {
         f"{section}.{name}": document[section][name]
         for section in _SECTIONS

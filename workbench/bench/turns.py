@@ -41,7 +41,7 @@ def benched(spec: RunSpec) -> dict[str, Any]:
         from workbench.core.data.shard_tokenizer import vocab_size_of_shard
 
         document["tokenizer"] = {"vocab_size": vocab_size_of_shard(spec)}
-    document["training"]["steps"] = NO_END
+    document["training"] |= {"steps": NO_END, "stop_at_step": None}
     document["schedule"]["warmup_steps"] = spec.warmup_steps
     document["evaluation"]["eval_steps"] = 0
     document["telemetry"]["log_steps"] = 1 if logged_share(spec) == 1 else 2
