@@ -48,6 +48,7 @@ class Recorder:
         keep = parts.spec.checkpoint.save_total_limit
         self._saver = Saver(folder / "checkpoints", keep, parts.device, parts.team)
         self._since_log: list[StepResult] = []
+        self._first = parts.state.step + 1  # of this process: it compiles, and touches memory first
         self._warm = parts.state.step + WARM_UP_STEPS  # the last step whose time is not counted
         self._timed_seconds = 0.0
         self._timed_tokens = 0
@@ -72,8 +73,8 @@ class Recorder:
         self._since_log.append(result)
         if not logged:
             return
-        seconds = sum(one.seconds for one in self._since_log)
-        tokens = self._parts.spec.tokens_per_step * len(self._since_log)
+        counted = [one.seconds for one in self._since_log if one.step != self._first]
+        tokens = self._parts.spec.tokens_per_step * len(counted)
         self._row |= {
             "step": result.step,
             "tokens": result.tokens,
@@ -85,9 +86,10 @@ class Recorder:
             **rates_of(result),
             **terms_of(result),
             **(result.experts.totals if result.experts else {}),
-            # The first step's time is compilation and page faults, not training.
-            "tokens_per_s": tokens / seconds if result.step > 1 else None,
-            "step_seconds": seconds / len(self._since_log),
+            # The first step's time is compilation and page faults, not training: its own row alone
+            # tells it.
+            "tokens_per_s": tokens / sum(counted) if counted else None,
+            "step_seconds": sum(counted) / len(counted) if counted else result.seconds,
             "peak_memory_gb": peak_bytes(self._parts.device) / 1e9,
         }
         if result.experts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from workbench.core.parallel import Team
 from workbench.core.schedules import learning_rate
 from workbench.core.train import StepResult, clip_gradients, train
 from workbench.errors import TrainingStoppedError
+from workbench.resume import ResumeRequest
 from workbench.run import Components, build
 from workbench.track.events import NullTracker
 from workbench.track.journal import MEASURED_COLUMNS, read_metrics
@@ -465,6 +467,39 @@ def test_a_run_too_short_to_measure_has_no_throughput(
     record, _ = timed_run(tmp_path, monkeypatch, steps=steps)
     assert record.results.tokens_per_s is None
     assert record.effective.interval.first_step is None  # unknown: equal to nothing
+
+
+def test_the_first_update_after_a_resume_is_no_more_counted_than_that_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles again. Updates take 2 s, the first one of a process 1,000 s."""
+    clock, fresh = Clock(), [True]
+
+    def synchronize(device: torch.device) -> None:
+        clock.now += 1000.0 if fresh.pop() else 2.0
+        fresh.append(False)
+
+    monkeypatch.setattr(training, "synchronize", synchronize)
+    timed = partial(train, clock=clock)
+    monkeypatch.setattr(runner, "train", timed)
+    monkeypatch.setattr(runner, "tracker_for", lambda spec, store: NullTracker())
+    store, found = Store(tmp_path / "mlruns"), None
+    for stop, request in ((4, None), (None, ResumeRequest())):
+        fresh[:] = [True]
+        spec = tiny_spec(
+            tmp_path,
+            training={"steps": 9, "stop_at_step": stop},
+            evaluation={"eval_steps": 0},
+            telemetry={"log_steps": 3},
+        )
+        found = runner.run(spec, store, ["run"], quiet=True, resume=request)
+    assert found
+    table = read_metrics(found.folder / "metrics.csv")
+    rows = dict(zip(table["step"], zip(table["tokens_per_s"], table["step_seconds"]), strict=True))
+    assert rows[1] == (None, 1000.0)
+    assert rows[3] == (128 / 2, 2.0)
+    assert rows[6] == (128 / 2, 2.0)  # the updates 5 and 6, of which the former began the process
+    assert rows[9] == (128 / 2, 2.0)
 
 
 # -- bfloat16
