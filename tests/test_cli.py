@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from full_disks import largest_file, tree
 from tiny_runs import sections, tiny_spec, untracked_run
 
 from workbench import run as runner
 from workbench.cli import _guarded
+from workbench.errors import out_of_memory
 from workbench.track.events import NullTracker
 from workbench.track.journal import read_metrics
 from workbench.track.record import read_record, write_record
@@ -361,6 +364,41 @@ def test_a_crash_is_exit_70_with_a_report(
         code, _, err = console("list")
     assert code == 70
     assert "no report could be written (file too large)" in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 240. TiB"),
+        type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried 2.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_no_fault_of_the_program(
+    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("workbench.views.run_rows", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, out, err = console("list")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: memory: there is too little of it here: {error}; allowed: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_torch_and_numpy_cannot_have_is_told_as_such() -> None:
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(2**55)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(2**55)
+    for error in (of_torch.value, of_numpy.value):
+        fault = out_of_memory(error)
+        assert fault
+        assert fault.place == "memory"
+    assert out_of_memory(RuntimeError("another")) is None
 
 
 def test_a_file_that_may_not_be_read_is_the_users_mistake(

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from workbench.errors import Fault, StoreError, UserError, reason_of
+from workbench.errors import Fault, StoreError, UserError, out_of_memory, reason_of
 from workbench.launched import rank
 from workbench.output import (
     PLACE,
@@ -119,6 +119,8 @@ def _explained(error: Exception, arguments: list[str]) -> tuple[list[Fault], int
     """What to say of an error, and its exit code."""
     if isinstance(error, UserError):
         return list(error.faults), error.exit_code
+    if (shortage := out_of_memory(error)) is not None:
+        return [shortage], UserError.exit_code
     if isinstance(error, OSError):
         path = None if error.filename is None else str(error.filename)
         return [Fault(_place(error), reason_of(error), path)], INPUT_OUTPUT

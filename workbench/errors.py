@@ -119,6 +119,20 @@ def free_bytes(path: Path) -> int | None:
     return None
 
 
+def out_of_memory(error: BaseException) -> Fault | None:
+    """What to say where memory did not suffice, of this machine or of its GPU; None: it is another
+    error. Torch's own error is known by name, so that nobody has to load torch for it."""
+    named = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
+    words = ("out of memory", "can't allocate memory")
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    if not (isinstance(error, MemoryError) or named or told):
+        return None
+    cause = str(error).strip().partition("\n")[0]
+    message = f"there is too little of it here{f': {cause}' if cause else ''}"
+    allowed = "a smaller model, batch or sequence, or training.grad_ckpt; see wb plan"
+    return Fault("memory", message, None, allowed)
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None when none is like it."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -31,7 +31,8 @@ def plan(spec: RunSpec, store: Store) -> dict[str, Any]:
     """The numbers of a run, as `wb plan --json` prints them.
 
     `tokens` and `steps` are those after which the run ends (`training.stop_at_step` included), None
-    for one pass over the data; `expected` is None where this machine has no bench. `memory_gb` is the peak of the process on a CPU, elsewhere that of the device.
+    for one pass over the data; `expected` is None where this machine has no bench. `memory_gb` is
+    the peak of the process on a CPU, elsewhere that of the device.
 
     Raises:
         UserError: the tokenizer cannot be read.

@@ -495,7 +495,8 @@ def test_the_first_update_after_a_resume_is_no_more_counted_than_that_of_a_run(
         found = runner.run(spec, store, ["run"], quiet=True, resume=request)
     assert found
     table = read_metrics(found.folder / "metrics.csv")
-    rows = dict(zip(table["step"], zip(table["tokens_per_s"], table["step_seconds"]), strict=True))
+    rates = zip(table["tokens_per_s"], table["step_seconds"], strict=True)
+    rows = dict(zip(table["step"], rates, strict=True))
     assert rows[1] == (None, 1000.0)
     assert rows[3] == (128 / 2, 2.0)
     assert rows[6] == (128 / 2, 2.0)  # the updates 5 and 6, of which the former began the process

@@ -118,6 +118,19 @@ training:
         ("optimizer: {lr: .inf}", "optimizer.lr", "finite"),
         ("optimizer: {betas: [0.9]}", "optimizer.betas", "2 items"),
         ("training: {batch_size: true}", "training.batch_size", "integer"),
+        # What no int64 and no float32 holds.
+        ("training: {batch_size: 1" + 20 * "0" + "}", "training.batch_size", "less than"),
+        (
+            "training: {loss_block_vocab: 1" + 20 * "0" + "}",
+            "training.loss_block_vocab",
+            "less than",
+        ),
+        ("optimizer: {name: muon_tr, muon_lr: 1e40}", "optimizer.muon_lr", "less than"),
+        (
+            "model: {learn_shared_routed_gates: true, routed_gate_final: -1e40}",
+            "model.routed_gate_final",
+            "greater than",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(

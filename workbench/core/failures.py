@@ -8,7 +8,7 @@ import pickle
 import time
 from typing import Any
 
-from workbench.errors import Fault, UserError
+from workbench.errors import Fault, UserError, out_of_memory
 
 # How long the survivors of a process that says nothing more wait for one another.
 ROLL_CALL_SECONDS = 3.0
@@ -54,11 +54,11 @@ class RollCall:
 
     def post(self, error: BaseException) -> None:
         """Leaves word of what ends this process; the first of several words stays."""
-        is_known = isinstance(error, UserError)
+        is_known, shortage = isinstance(error, UserError), out_of_memory(error)
         cause = {
             "rank": self._rank,
             "cause": str(error) if is_known else f"{type(error).__name__}: {error}",
-            "exit_code": getattr(error, "exit_code", 70),
+            "exit_code": getattr(error, "exit_code", UserError.exit_code if shortage else 70),
         }
         # Without the store the others only see that the connection is gone.
         with contextlib.suppress(RuntimeError):

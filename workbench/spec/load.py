@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from workbench.errors import Fault, UserError, did_you_mean
-from workbench.spec.run import RunSpec
+from workbench.spec.run import LARGEST, MOST, RunSpec
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -394,14 +394,14 @@ def _allowed(path: str, fields: dict[str, Any]) -> str | None:
 
 
 def _limits(metadata: list[Any]) -> str:
-    """` >= 1 < 2` for the bounds of a field."""
+    """` >= 1 < 2` for the bounds of a field, without those that every number has."""
     signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
     bounds = [item for entry in metadata for item in getattr(entry, "metadata", [entry])]
     return "".join(
         f" {sign} {getattr(bound, name)}"
         for bound in bounds
         for name, sign in signs
-        if getattr(bound, name, None) is not None
+        if getattr(bound, name, None) not in (None, MOST, LARGEST, -LARGEST)
     )
 
 

@@ -24,13 +24,17 @@ from workbench.spec.datasets import (
 )
 from workbench.spec.profiles import MUON_KINDS, complete_model, complete_optimizer
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# What a tensor can hold: an int64, and a float32 with room for a product or two.
+MOST = 2**63
+LARGEST = 1e30
+
+Positive = Annotated[int, Field(ge=1, lt=MOST)]
+Count = Annotated[int, Field(ge=0, lt=MOST)]
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
