@@ -200,7 +200,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
 ) -> None:
     spec = tmp_path / "tiny.yaml"
     spec.write_text(TINY)
-    code, out, err = empty("run", str(spec), "optimizer.lr=1e300", "schedule.warmup_steps=0")
+    code, out, err = empty("run", str(spec), "optimizer.lr=1e30", "schedule.warmup_steps=0")
     assert code == 4, err
     assert out == ""
     folder = empty.home / "runs" / "tiny"

@@ -251,3 +251,37 @@ def test_experts_without_tokens_on_a_rank_neither_hang_nor_skew(tmp_path: Path) 
     cases = [{"name": f"on_{n}", "processes": n, "spec": whole} for n in (1, 4)]
     found = ran(tmp_path, cases)
     require_same_run(found["on_1"], found["on_4"])
+
+
+@pytest.mark.slow
+def test_auxiliary_terms_and_muon_do_not_scale_with_the_processes(tmp_path: Path) -> None:
+    """Balance and diversity, their gradients, ramps and both optimizers: of one process, of two,
+    and of two with micro-batches. The loss of the former is a product of means over all of them."""
+    model = {"mlp_type": "learned_router", "router_aux_loss_weight": 0.5}
+    model |= {"expert_diversity_lambda": 2.0, "expert_diversity_schedule_steps": 4}
+    model |= {"learn_shared_routed_gates": True, "routed_gate_final": 1.0, "gate_schedule_steps": 8}
+    training = {"label_smoothing": 0.1, "z_loss": 1e-3}
+    learned = spec_file(tmp_path, "learned", model=model, training=WHOLE | training)
+    muon = {"name": "muon_tr", "muon_scope": "all"}
+    routed = spec_file(tmp_path, "routed", optimizer=muon)
+    split = ["training.gradient_accumulation_steps=2"]
+    cases = [
+        {"name": f"{name}_{kind}", "processes": processes, "spec": spec, "options": options}
+        for name, spec in (("learned", learned), ("routed", routed))
+        for kind, processes, options in (("one", 1, []), ("two", 2, []), ("split", 2, split))
+    ]
+    found = ran(tmp_path, cases)
+    for name, rel in (("learned", 1e-5), ("routed", 1e-3)):  # Muon multiplies in bfloat16
+        one = found[f"{name}_one"]
+        assert one.codes == [0], one.said
+        columns = ["train/nll", "train/objective", "held_out/nll", "grad_norm"]
+        if name == "learned":
+            columns += ["train/balance", "train/diversity", "train/z_loss", "train/smoothing"]
+        for kind in ("two", "split"):
+            other = found[f"{name}_{kind}"]
+            assert other.codes == [0, 0], other.said
+            for column in columns:
+                rows = one.rows(column)
+                assert rows, column
+                close = 100 * rel if column in ("grad_norm", "train/diversity") else rel
+                assert other.rows(column) == pytest.approx(rows, rel=close), (kind, column)

@@ -182,7 +182,8 @@ def test_the_router_learns_from_the_nll_alone(tmp_path: Path, top_k: int) -> Non
     result, gradients = gradients_of_first_step(tiny_parts(tmp_path, model=model))
     assert result.balance is None
     for layer in range(2):
-        assert bool((gradients[f"layers.{layer}.mlp.router.weight"].abs().amax(1) > 0).all())
+        # A single route whose weight is divided by itself leaves 1e-11 of rounding, and no zero.
+        assert bool((gradients[f"layers.{layer}.mlp.router.weight"].abs().amax(1) > 1e-6).all())
 
 
 # -- the balance loss

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from workbench.errors import UserError
 from workbench.spec.load import load_spec
 from workbench.spec.profiles import DENSE_NULLS, MUON_KINDS, RAMPS
-from workbench.spec.run import ModelSpec, OptimizerSpec, RunSpec, spec_hash
+from workbench.spec.run import LARGEST, ModelSpec, OptimizerSpec, RunSpec, spec_hash
 
 MLPS = ("token_routed", "learned_router", "dense")
 SCOPES = ("expert", "expert_shared", "all")
@@ -414,7 +414,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "schedule.decay": st.sampled_from(["cosine", "constant", "linear"]),
     "schedule.warmup_steps": st.integers(0, 99),
     "optimizer.name": st.sampled_from(["adamw", "muon_tr"]),
-    "optimizer.lr": st.floats(1e-300, 1e300),
+    "optimizer.lr": st.floats(1e-300, LARGEST),
     "optimizer.weight_decay": st.floats(0, 1),
     "optimizer.expert_lr_scale": st.floats(0.01, 99),
     "optimizer.shared_weight_decay": st.floats(0, 1),
