@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_runs import full_record, full_spec, points, sha
+from fake_runs import EVERY, full_record, full_spec, points, sha
 from fake_runs import write_run as write_synced
 
 from workbench.track.record import RunRecord
@@ -22,9 +22,10 @@ def write_run(folder: Path, record: RunRecord, **options: Any) -> Path:
         return write_synced(folder, record, **options)
 
 
-def points_of_seed(seed: int) -> list[Any]:
+def points_of_seed(seed: int, every: int = EVERY) -> list[Any]:
     """The evaluation points of a run whose windows come in the order of its seed."""
-    return [{**point, "order_digest": sha(f"{seed} {point['tokens']}")} for point in points()]
+    found = points(every=every)
+    return [{**point, "order_digest": sha(f"{seed} {point['tokens']}")} for point in found]
 
 
 def write_arm(
@@ -35,6 +36,7 @@ def write_arm(
     record: dict[str, Any] | None = None,
     noise: int | None = None,
     spread: float = 0.002,
+    every: int = EVERY,
     **changes: Any,
 ) -> list[Path]:
     """The folders of an arm's runs.
@@ -44,6 +46,7 @@ def write_arm(
         record: fields of every run's record.
         noise: draws what single documents cost; by default the seed does.
         spread: the standard deviation of that, in nats per token.
+        every: how many steps apart it was evaluated; the spec is to say so too.
         changes: sections of every run's spec.
     """
     folders = []
@@ -52,7 +55,7 @@ def write_arm(
         made = full_record(
             run,
             spec=full_spec(seed=seed, name=run, **changes),
-            points=points_of_seed(seed),
+            points=points_of_seed(seed, every),
             **(record or {}),
         )
         drawn = seed if noise is None else noise

@@ -232,6 +232,15 @@ def test_unequal_choices_are_stated(home: Path) -> None:
     assert "Evaluations of each run up to the point compared: gqa 5, mha 5." in said
 
 
+def test_unequal_numbers_of_evaluations_are_stated(tmp_path: Path) -> None:
+    write_arm(tmp_path, "base", {1: 0.0, 2: 0.01})
+    often: dict[str, Any] = {"every": 25, "evaluation": {"eval_steps": 25}}
+    write_arm(tmp_path, "other", {1: 0.0, 2: 0.02}, **often, **MHA)
+    said = said_of(tmp_path, "base", "other", treatment=["model"])
+    assert "Evaluations of each run up to the point compared: base 5, other 10." in said
+    assert "Unequal numbers: the best of more looks better by chance." in said
+
+
 def test_what_choosing_the_best_checkpoint_would_add_is_named(tmp_path: Path) -> None:
     """Nothing is chosen: a spec has no other rule than the last. What choosing would give is said,
     as it is no property of an arm."""

@@ -109,6 +109,7 @@ def test_what_is_written_beside_bars_stays_in_the_picture() -> None:
             title="t",
         )
         figure.canvas.draw()
+    assert figure.axes[0].get_xlim()[0] == 0, "a bar that does not begin at zero lies"
     width = figure.bbox.width
     for text in figure.axes[0].texts:
         assert text.get_window_extent().x1 <= width

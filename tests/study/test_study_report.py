@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, DRIVER, Browser
 from scipy import stats
 from small_studies import ARMS, train_planned, write_study
 
@@ -445,6 +446,30 @@ def test_text_of_the_study_cannot_become_markup(made: Made) -> None:
     assert "<script>" not in (folder / "report.md").read_text()
     assert bad in title(result(made))
     assert path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no Chromium with its driver")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_the_page_of_a_study_in_a_browser_without_a_network(
+    made: Made, tmp_path: Path, width: int
+) -> None:
+    folder = written(made)
+    browser = Browser(tmp_path, width)
+    try:
+        browser.requests()
+        browser.complaints()
+        browser.open(folder / "report.html")
+        asked = browser.requests()
+        assert asked[0] == (folder / "report.html").resolve().as_uri()
+        assert all(one.startswith("data:image/png;base64,") for one in asked[1:])
+        assert len(asked) == 1 + len(list(folder.glob("*.png")))
+        assert browser.complaints() == []
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        browser.screenshot(tmp_path / "page.png")
+        assert len((tmp_path / "page.png").read_bytes()) > 10_000
+    finally:
+        browser.close()
 
 
 def test_the_command_writes_the_report(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
