@@ -131,6 +131,20 @@ def planned_seeds(arms: Mapping[str, Sequence[RunEntry]]) -> dict[str, list[int]
     return found
 
 
+def of_studies(entries: Sequence[RunEntry]) -> list[str]:
+    """For single runs: that their studies planned further seeds, of which a pair says nothing."""
+    found: dict[str, None] = {}
+    for entry in entries:
+        record = entry.record
+        assert record
+        planned = planned_seeds({entry.name: [entry]}).get(entry.name, [])
+        if record.study is not None and len(planned) > 1:
+            seeds = ", ".join(map(str, planned))
+            said = f"the study {record.study[0]} planned the seeds {seeds}; this is of one alone"
+            found[f"{said}: wb study report {record.study[0]}"] = None
+    return list(found)
+
+
 def tuning_runs(
     arm: Sequence[RunEntry], compared: Sequence[RunEntry], entries: Sequence[RunEntry]
 ) -> int:

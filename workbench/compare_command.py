@@ -88,7 +88,7 @@ def compare(
 
     Example: wb compare mha-s42 gqa-s42 --treatment model
     """
-    from workbench.arms_command import ArmsRequest, compare_groups, single_pair
+    from workbench.arms_command import ArmsRequest, compare_groups, of_studies, single_pair
     from workbench.track.store import Store
 
     request = ArmsRequest(
@@ -146,6 +146,8 @@ def compare(
     folders = [entry.folder for entry in entries]
     allowed = comparison.judgement.allow
     publish(document, allowed, comparison.names, folders, comparison.report, say)
+    for line in of_studies(entries):
+        say(line)
     return Answer(None, comparison.exit_code(strict))
 
 

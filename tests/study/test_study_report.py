@@ -534,6 +534,22 @@ def test_arms_of_a_study_need_all_its_seeds_in_any_comparison(
     assert compared(*lucky)["verdict"] == "comparable"
 
 
+def test_a_pair_of_runs_out_of_a_study_points_to_all_of_it(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WB_HOME", str(made[1].home))
+    monkeypatch.setenv("WB_MLFLOW_WAIT", "0")
+    monkeypatch.setattr("workbench.compare.report.draw", lambda *_: {})
+    pair = ["small-routed-s1", "small-dense-s1", "--treatment", "model"]
+    answer = commands.call(["compare", *pair])
+    assert isinstance(answer, Answer)
+    assert answer.exit_code == 0
+    out, err = capfd.readouterr()
+    said = "the study small planned the seeds 1, 2; this is of one alone: wb study report small"
+    assert err.count(said) == 1
+    assert "no winner is named" in " ".join(out.split())
+
+
 def test_a_rerun_is_not_counted_twice(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WB_HOME", str(made[1].home))
     monkeypatch.setenv("WB_MLFLOW_WAIT", "0")
