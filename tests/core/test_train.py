@@ -469,6 +469,32 @@ def test_a_run_too_short_to_measure_has_no_throughput(
     assert record.effective.interval.first_step is None  # unknown: equal to nothing
 
 
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_every_log_interval_gives_the_same_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Work that completes at `synchronize` counts, however many updates a row stands for."""
+    clock = Clock()
+
+    def synchronize(device: torch.device) -> None:
+        clock.now += 2.0
+
+    monkeypatch.setattr(training, "synchronize", synchronize)
+    monkeypatch.setattr(runner, "train", partial(train, clock=clock))
+    spec = tiny_spec(
+        tmp_path,
+        training={"steps": 16},
+        evaluation={"eval_steps": 0},
+        telemetry={"log_steps": every},
+    )
+    outcome = untracked_run(spec, Store(tmp_path / "mlruns"))
+    assert outcome.record.results.tokens_per_s == 128 / 2
+    table = read_metrics(outcome.folder / "metrics.csv")
+    rows = dict(zip(table["step"], table["tokens_per_s"], strict=True))
+    assert {rate for step, rate in rows.items() if step and step > 1} == {128 / 2}
+    assert len(rows) == 2 + sum(step % every == 0 or step == 16 for step in range(2, 17))
+
+
 def test_the_first_update_after_a_resume_is_no_more_counted_than_that_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
