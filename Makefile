@@ -1,13 +1,14 @@
 # make run        a trained quickstart, from nothing
 # make test       the default suite (a few minutes)   make test-all   with the slow tests
 # make check      what every commit must pass
+# make docs       the documentation as pages, build/docs/index.html; a broken link is an error
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
 # make lint is the part of check that is not tests
-.PHONY: run test test-all lint check install clean reliability scale
+.PHONY: run test test-all lint check install clean reliability scale docs
 
 $(BIN)/wb: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,6 +24,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $(VENV)/.dev
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $(VENV)/.docs
 
 install: $(BIN)/wb
 
@@ -42,6 +48,9 @@ reliability: $(VENV)/.test
 # one model on several processes: speed, equality, deaths, resumes: writes reports/scale.md (minutes)
 scale: $(VENV)/.test
 	$(BIN)/python tests/scale.py
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,15 +1,15 @@
 """Runs and comparisons for notebooks and scripts: the functions that `import workbench` offers.
 
-```python
-from workbench import compare_runs, load_run, load_runs, to_frame
+In a cell::
 
-load_runs()                                   # the runs of the store, newest first
-run = load_run("quickstart")                  # by name, id, unique prefix, or folder
-run.final["held_out/nll"]
-comparison = compare_runs("quickstart", "quickstart_dense", treatment=["model"])
-comparison.verdict, comparison.results.numbers["held_out/nll"].difference
-to_frame(comparison)                          # as a pandas DataFrame
-```
+    from workbench import compare_runs, load_run, load_runs, to_frame
+
+    load_runs()                                   # the runs of the store, newest first
+    run = load_run("quickstart")                  # by name, id, unique prefix, or folder
+    run.final["held_out/nll"]
+    comparison = compare_runs("quickstart", "quickstart_dense", treatment=["model"])
+    comparison.verdict, comparison.results.numbers["held_out/nll"].difference
+    to_frame(comparison)                          # as a pandas DataFrame
 
 What they return shows itself as a table where it is the last value of a cell. The judge is that of
 `wb compare`: the same runs and options give the same verdict and the same numbers. Nothing here
