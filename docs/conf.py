@@ -13,6 +13,7 @@ html_theme_options = {"description": "Knows when two runs may be compared", "pag
 html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
 html_show_copyright = False
 myst_heading_anchors = 3
+toc_object_entries = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"

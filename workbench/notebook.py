@@ -64,7 +64,7 @@ class Run:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The resolved spec: what was asked for, with every default."""
+        """What was asked for, resolved, with every setting that applies."""
         return self.record.spec
 
     @property
