@@ -200,6 +200,7 @@ def _publish(found: StudyResult, report: Path) -> None:
     from workbench.spec.checklist import RULESET_VERSION
     from workbench.study.mlflow import tell_mlflow
     from workbench.study.run import summary
+    from workbench.study.sections import headline
     from workbench.study.states import mlflow_status
 
     status, comparison = found.status, found.comparison
@@ -216,5 +217,6 @@ def _publish(found: StudyResult, report: Path) -> None:
     tracking = next((one.spec.get("tracking") for one in records if one), None) or {}
     where = tracking.get("experiment", "workbench"), tracking.get("uri")
     if records:
-        said = summary(status.states)
-        tell_mlflow(status.folder, where, mlflow_status(status.states), said, [report], say)
+        said = f"{headline(found)} ({summary(status.states)})"
+        ended, verdict = mlflow_status(status.states), found.verdict
+        tell_mlflow(status.folder, where, ended, said, [report], say, verdict)

@@ -31,7 +31,7 @@ from workbench.study.report import compose, tidy_csv, title, write_study_report
 from workbench.study.sections import headline
 from workbench.study.spec import Study, load_study
 from workbench.study.status import study_status
-from workbench.track.comparisons import TAG, comparison_tags
+from workbench.track.comparisons import TAG, comparison_tags, notes_of
 from workbench.track.record import read_record, write_record
 from workbench.track.store import Store
 from workbench.views import run_rows, run_table
@@ -481,7 +481,7 @@ def test_the_command_writes_the_report(made: Made, monkeypatch: pytest.MonkeyPat
     assert "COMPARABLE: No arm can be told from routed" in str(answer.content)
     folder = next(made[1].reports.glob("small--study--*"))
     for run in made[1].runs.iterdir():
-        assert "study small" in comparison_tags(run)[f"{TAG}.{folder.name}"]
+        assert "study small" in comparison_tags(notes_of(run))[f"{TAG}.{folder.name}"]
     failed(made)
     answer = commands.call(["study", "report", str(made[0]), "--json"])
     assert isinstance(answer, Answer)

@@ -135,6 +135,21 @@ def test_tags_hold_effective_facts_and_ours_win_over_the_users() -> None:
     assert tags["mlflow.source.git.commit"] == "c0ffee"
     assert json.loads(tags["workbench.renamed"]) == {"a_u3a_": "a:"}
     assert len(tags["long"]) == TAG_LIMIT
+    # As MLflow shows them: who and how it ended, the user's own, then what ran.
+    order = list(tags)
+    assert order.index("workbench.status") < order.index("team")
+    assert order.index("team") < order.index("effective.hardware.driver")
+
+
+def test_what_is_bulk_stands_in_the_record_alone() -> None:
+    record = make_record()
+    record.effective.data.counts = {"files": 3}
+    record.effective.evaluation["held_out"].overlap = {"histogram": [1, 2]}
+    record.provenance["cpu"] = {"instruction_sets": ["avx"]}
+    said = " ".join(tags_of(record, "FINISHED", {}))
+    for part in ("counts", "histogram", "instruction_sets"):
+        assert part not in said
+    assert "effective.evaluation.held_out.sha256" in said
 
 
 def test_secrets_do_not_reach_parameters_tags_or_the_spec() -> None:

@@ -22,12 +22,14 @@ def tell_mlflow(
     summary: str,
     reports: Sequence[Path],
     say: Callable[[str], None],
+    verdict: str | None = None,
 ) -> bool:
     """Writes `summary.json` and sends the study; False where MLflow did not take it in time.
 
     Args:
         where: the experiment, and the address where the runs name one.
         reports: the folders of its reports.
+        verdict: what they come to, where there are any.
 
     Raises:
         StoreError: the store cannot be written.
@@ -40,6 +42,7 @@ def tell_mlflow(
         "experiment": experiment,
         "uri": uri and redact(uri),
         "reports": [str(path) for path in reports],
+        "verdict": verdict,
     }
     write_json(folder / SUMMARY, document)
     environment = dict(os.environ)

@@ -7,6 +7,7 @@ note theirs at once. The same comparison made again replaces its note.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -73,9 +74,9 @@ def notes_of(folder: Path) -> dict[str, ComparisonNote]:
     return found
 
 
-def comparison_tags(folder: Path) -> dict[str, str]:
+def comparison_tags(notes: Mapping[str, ComparisonNote]) -> dict[str, str]:
     """A tag for each comparison: the name of its report, and what came out."""
-    return {f"{TAG}.{name}": note.words for name, note in notes_of(folder).items()}
+    return {f"{TAG}.{name}": note.words for name, note in notes.items()}
 
 
 def report_files(folder: Path) -> list[tuple[Path, str]]:

@@ -45,6 +45,11 @@ _NOT_METRICS = {"step", "unix_time", *TWINS}
 # What MLflow refuses, and an underscore that would read as the beginning of an escape.
 _REFUSED = r"[^A-Za-z0-9_./ -]"
 _ODD = re.compile(rf"{_REFUSED}|_(?=u(?:[0-9a-f_]|{_REFUSED}))")
+# Of the leaves of a record, those that are no tags: on a run's page they would bury the others.
+_BULK = re.compile(
+    r"effective\.data\.counts\.|effective\.evaluation\..*\.(overlap|overlap_rule|passed|context)\b"
+    r"|provenance\.(cpu|gpus)\b|effective\.hardware\.libraries\."
+)
 _ESCAPE = re.compile(r"_u((?:[0-9a-f]{2,6})?)_")
 
 
@@ -164,22 +169,21 @@ def params_of(record: RunRecord, limit: int = PARAM_LIMIT) -> dict[str, str]:
 
 
 def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dict[str, str]:
-    """The user's tags, those that MLflow itself knows, and every effective fact."""
+    """Who the run is, the user's tags, those that MLflow itself knows, and the effective facts.
+
+    They come in this order, in which MLflow shows them. Counts of what was read and of overlaps,
+    and details of the machine, stand in the record among the artifacts alone.
+    """
     tracking = record.spec.get("tracking")
     given = tracking.get("tags") if isinstance(tracking, dict) else None
-    tags = {str(key): str(value) for key, value in given.items()} if isinstance(given, dict) else {}
-    effective = record.effective.model_dump(mode="json")
-    for section, facts in (("effective", effective), ("provenance", record.provenance)):
-        for path, value in leaves(facts).items():
-            if value is not None:
-                tags[f"{section}.{path}"] = text_of(value)
-    tags |= {
+    theirs = given if isinstance(given, dict) else {}
+    own = {
+        STATUS_TAG: status,
+        RUN_ID_TAG: record.id,
+        "workbench.spec_sha256": record.spec_sha256,
         "mlflow.runName": record.name,
         "mlflow.source.name": "workbench",
         "mlflow.source.type": "LOCAL",
-        RUN_ID_TAG: record.id,
-        STATUS_TAG: status,
-        "workbench.spec_sha256": record.spec_sha256,
     }
     optional = {
         "mlflow.source.git.commit": record.git_commit,
@@ -188,8 +192,16 @@ def tags_of(record: RunRecord, status: str, odd_names: Mapping[str, str]) -> dic
         "workbench.resumes": "; ".join(map(_resume_words, record.resumes)),
         NAMES_TAG: json.dumps(odd_names, sort_keys=True) if odd_names else None,
     }
-    tags |= {key: str(value) for key, value in optional.items() if value}
-    return tag_values(tags)
+    own |= {key: str(value) for key, value in optional.items() if value}
+    facts = {}
+    effective = record.effective.model_dump(mode="json")
+    for section, found in (("effective", effective), ("provenance", record.provenance)):
+        for path, value in leaves(found).items():
+            key = f"{section}.{path}"
+            if value is not None and not _BULK.match(key):
+                facts[key] = text_of(value)
+    # The order is that of the first time a key stands, the value that of the last.
+    return tag_values(own | {str(key): str(value) for key, value in theirs.items()} | facts | own)
 
 
 def tag_values(tags: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,8 @@ from workbench.errors import storing
 from workbench.track import mlflow_fields as fields
 from workbench.track import mlflow_models as models
 from workbench.track import moved_store, parents
-from workbench.track.comparisons import comparison_tags, report_files
+from workbench.track.comparisons import comparison_tags, notes_of, report_files
+from workbench.track.description import NOTE_TAG, OWN_NOTE_TAG, description, is_ours, with_digest
 from workbench.track.feeder import MlflowTracker, tracking_address
 from workbench.track.file_lock import exclusive
 from workbench.track.journal import Row, Tail
@@ -207,7 +208,10 @@ class Feed:
         odd = fields.renamed([*self._tail.names, *fields.added_names(record)])
         odd |= fields.renamed_sets(record)
         tags = fields.tags_of(record, status, odd) | self._parent_tag(record)
-        self._send_tags(position, tags | fields.tag_values(comparison_tags(self._folder)))
+        compared = notes_of(self._folder)
+        tags |= fields.tag_values(comparison_tags(compared))
+        note = redact(description(record, status, compared))
+        self._send_tags(position, tags | with_digest(note))
         if status == "RUNNING":
             self._beat_heart(position)
         try:
@@ -302,6 +306,8 @@ class Feed:
         digest = hashlib.sha256(repr(sorted(tags.items())).encode()).hexdigest()
         if position.tags_sha256 == digest:
             return
+        if not is_ours(self._target.client.get_run(position.run_id).data.tags):
+            tags = {key: tags[key] for key in tags if key not in (NOTE_TAG, OWN_NOTE_TAG)}
         every = [RunTag(key, value) for key, value in tags.items()]
         for start in range(0, len(every), _FIELDS_PER_CALL):
             batch = every[start : start + _FIELDS_PER_CALL]

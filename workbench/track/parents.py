@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import StoreError, UserError
+from workbench.track.description import escaped
 from workbench.track.feeder import short_reason, tracking_address
 from workbench.track.mlflow_fields import milliseconds
 from workbench.track.provenance import redact
@@ -68,7 +69,8 @@ def push(client: Any, run_id: str, folder: Path, reports: list[Path]) -> None:
     """Sends how the study stands: its summary, and the files of its folder and reports."""
     plan = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
     summary = _summary(folder)
-    note = "\n\n".join(filter(None, (plan.get("question", ""), summary.get("summary", ""))))
+    said = (plan.get("question", ""), summary.get("summary", ""))
+    note = "\n\n".join(escaped(text) for text in said if text)
     latest = plan["versions"][-1]
     tags = {
         "mlflow.note.content": note,
@@ -78,6 +80,8 @@ def push(client: Any, run_id: str, folder: Path, reports: list[Path]) -> None:
         "workbench.primary": latest["document"]["primary"]["metric"],
         "workbench.summary": summary.get("summary", ""),
     }
+    if verdict := summary.get("verdict"):
+        tags["workbench.verdict"] = verdict
     for key, value in tags.items():
         client.set_tag(run_id, key, redact(value))
     for name in _FILES:
