@@ -119,7 +119,7 @@ def run_block(block: Block, state: Path, folder: Path) -> Done:
     done = subprocess.run(
         ["bash", "-c", f"{setup}{keep}set -e\n{block.commands}"],
         cwd=folder,
-        env=None if state.exists() else _environment(),
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=MINUTES * 60,
@@ -143,6 +143,7 @@ def serve_block(block: Block, state: Path, folder: Path) -> Done:
     server = subprocess.Popen(
         ["bash", "-c", f". {state}\nexec {block.commands}"],
         cwd=folder,
+        env=_environment(),
         stdout=subprocess.PIPE,
         text=True,
     )
