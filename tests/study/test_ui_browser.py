@@ -279,12 +279,10 @@ def _see_report(page: Page, title: str) -> None:
 
 
 def test_datasets_open_with_their_hash_and_counts(page: Page) -> None:
-    page.open(page.run("routing-routed-s1"), "Datasets")
-    record = read_record(page.folder / "mlruns" / "runs" / "routing-routed-s1")
-    train = record.effective.data
-    opener = page.browser.find_elements(
-        "xpath", "//*[starts-with(normalize-space(text()), 'train')]"
-    )
-    opener[0].click()
-    page.see(str(train.train_sha256)[:36])
+    page.open("experiments/1/runs", "wild", "train (")
+    train = read_record(page.folder / "mlruns" / "runs" / "wild").effective.data
+    opener = f'[row-id="{page.ids["wild"]}"] [data-testid="open-dataset-drawer"]'
+    page.browser.find_element("css selector", opener).click()
+    page.see("held_out", "train_split", f"documents: {train.train_documents}")
+    page.see(f"source: {train.source}", str(train.train_sha256)[:36])
     page.shoot("dataset")

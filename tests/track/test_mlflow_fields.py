@@ -171,7 +171,8 @@ def test_datasets_are_named_by_their_use_and_content() -> None:
         "train_split": "evaluation",
     }
     assert found["held_out"].digest == "b" * 36
-    assert json.loads(found["held_out"].profile) == {"documents": 7, "sha256": "b" * 64}
+    profile = {"source": "a corpus", "documents": 7, "sha256": "b" * 64}
+    assert json.loads(found["held_out"].profile) == profile
     record.effective.data.train_sha256 = None
     assert {one.name for one in datasets_of(record)} == {"held_out", "train_split"}
 

@@ -315,7 +315,9 @@ def row_milliseconds(row: Row, record: RunRecord) -> int:
 def _dataset(
     name: str, sha256: str, source: str, counts: Mapping[str, Any], context: str
 ) -> DatasetFields:
-    known = {key: value for key, value in counts.items() if isinstance(value, int | str)}
+    # MLflow shows the profile, and of a source only its type.
+    known: dict[str, int | str] = {"source": source}
+    known |= {key: value for key, value in counts.items() if isinstance(value, int | str)}
     where = json.dumps({"description": source})
     return DatasetFields(safe_key(name), sha256[:_DIGEST_LIMIT], where, json.dumps(known), context)
 
