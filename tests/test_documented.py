@@ -74,12 +74,14 @@ def problem(arguments: list[str], *, whole: bool) -> str | None:
     rest = _rewritten(arguments)
     try:
         while hasattr(command, "commands"):
-            if not rest and not whole:
+            # Parsed alone: options of the whole program act at once where they are taken.
+            context = command.context_class(command, info_name=name, parent=context)
+            taken, words, _ = command.make_parser(context).parse_args(args=list(rest))
+            if not words and (taken or not whole):
                 return None
-            if rest[:1] == ["--help"]:
-                return None
-            context = command.make_context(name, rest, parent=context)
-            name, command, rest = command.resolve_command(context, rest)
+            name, command, rest = command.resolve_command(context, words)
+        if "--help" in rest:
+            return None
         if whole:
             command.make_context(name, list(rest), parent=context)
         else:
