@@ -65,7 +65,18 @@ def test_thousands_of_damaged_files(case: Callable[[str], Case], name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["spec", "own shard, hashes made to fit", "Megatron", "run record", "journal"]
+    "name",
+    [
+        "spec",
+        "own shard, hashes made to fit",
+        "Megatron",
+        "checkpoint",
+        "newest checkpoint",
+        "checkpoint, hashes made to fit",
+        "run record",
+        "compared runs",
+        "journal",
+    ],
 )
 def test_a_fuzzer_that_follows_the_coverage_finds_nothing(name: str, tmp_path: Path) -> None:
     """In a process of its own, since it instruments what it imports."""
