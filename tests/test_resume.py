@@ -427,6 +427,22 @@ def test_another_environment_is_flagged_and_recorded(
     assert "effective.code.resumed_with" in counted
 
 
+@pytest.mark.slow
+def test_kernels_that_are_picked_by_timing_are_said_to_be_so(
+    tmp_path: Path, tracker: Callable[[NullTracker], None]
+) -> None:
+    """Nobody promises the same bits then: the record tells, and so does a comparison."""
+    spec = spec_of(tmp_path, training={"compile": True, "compile_mode": "max-autotune"})
+    store = Store(tmp_path / "mlruns")
+    tracker(Interrupter(2))
+    assert start(spec, store).exit_code == 130
+    tracker(NullTracker())
+    resumed = start(spec, store, ResumeRequest())
+    said = "kernels picked by timing (max-autotune) at step 2"
+    assert resumed.record.effective.code.resumed_with == said
+    assert resumed.record.resumes[0].changes == []
+
+
 def test_every_refusal_comes_at_once_with_then_and_now(stopped: RunOutcome, wb: Wb) -> None:
     code, said = wb("optimizer.lr=1e-3", "training.max_grad_norm=0.5", "--resume", "--json")
     document = json.loads(said[said.index("{") :])

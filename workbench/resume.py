@@ -23,6 +23,9 @@ from workbench.track.store import METRICS, RECORD, Store, effective_status, lock
 
 Say = Callable[[str], None]
 
+# What makes the numbers after a resume others than without a break, though nothing has changed.
+KERNELS_TIMED_AGAIN = "kernels picked by timing (max-autotune)"
+
 
 @dataclass(frozen=True)
 class ResumeRequest:
@@ -240,8 +243,10 @@ def _continued(
     code, before = record.effective.code, old.effective.code
     code.forked_from = before.forked_from
     code.forced_resume = _joined(before.forced_resume, entry.reason)
-    listed = ", ".join(one.path for one in counted if one.effect == "flag")
-    at = f"{listed} at step {entry.step}" if listed else None
+    listed = [one.path for one in counted if one.effect == "flag"]
+    if saved and record.run_spec.training.compile_mode == "max-autotune":
+        listed.append(KERNELS_TIMED_AGAIN)
+    at = f"{', '.join(listed)} at step {entry.step}" if listed else None
     code.resumed_with = _joined(before.resumed_with, at)
     return record
 
