@@ -353,7 +353,7 @@ def following(folder: Path) -> Section:
     """What tracking takes of a step: with rows at their default cadence, and with one for each."""
     default = TelemetrySpec.model_fields["log_steps"].default
     costs = []
-    for log_steps, seconds in ((default, 150), (1, 40)):
+    for log_steps, seconds in ((default, 240), (1, 100)):
         (folder / str(log_steps)).mkdir()
         costs.append(tracking_cost.measure(folder / str(log_steps), log_steps, seconds))
     cores = os.cpu_count() or 1

@@ -31,12 +31,14 @@ from tiny_runs import sections
 from workbench import run as runner
 from workbench.recorder import Recorder
 from workbench.spec.run import RunSpec
+from workbench.track import feeder
 from workbench.track.feeder import POLL_SECONDS, MlflowTracker
 from workbench.track.mlflow_store import read_position
 from workbench.track.store import Store
 
-# The feeder's start is over after so many of its turns.
-_START_TURNS = 3
+# As a run that goes on for long is fed, from its start; that start is over after some seconds.
+_TURN_SECONDS = POLL_SECONDS * feeder.LONGEST_POLLS
+_START_SECONDS = 10.0
 _LEAST_NEIGHBOURS = 12
 _LEAST_BURSTS = 5
 _DRAWS = 4000
@@ -82,7 +84,7 @@ class Cost:
 def measure(folder: Path, log_steps: int, seconds: float) -> Cost:
     """Trains for so long with a row every `log_steps` steps, followed by the store's database."""
     noted, store = Noted(), Store(folder / "mlruns")
-    tracker = MlflowTracker(None, store, "workbench")
+    tracker = MlflowTracker(None, store, "workbench", poll_seconds=_TURN_SECONDS)
 
     class Noting(Recorder):
         def step(self, result: Any, logged: bool) -> None:
@@ -135,7 +137,7 @@ def for_a_while(train: Any, seconds: float) -> Any:
         for result in train(*arguments, **options):
             yield result
             if result.step == 1:
-                end = time.monotonic() + _START_TURNS * POLL_SECONDS + seconds
+                end = time.monotonic() + _START_SECONDS + seconds
             if time.monotonic() > end:
                 return
 
@@ -150,7 +152,7 @@ def processor_seconds(tracker: MlflowTracker) -> float:
 
 def wait_for_position(folder: Path) -> None:
     """Until the feeder has reached the database."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # it has a low priority, and what else runs goes first
     while read_position(folder) is None:
         assert time.monotonic() < deadline, "MLflow was never reached"
         time.sleep(0.05)
@@ -158,28 +160,31 @@ def wait_for_position(folder: Path) -> None:
 
 def cost_of(noted: Noted, log_steps: int) -> Cost:
     """The cost of what was noted, without the start of the feeder."""
-    begin = int(np.searchsorted(np.cumsum(noted.steps), _START_TURNS * POLL_SECONDS))
+    begin = int(np.searchsorted(np.cumsum(noted.steps), _START_SECONDS))
     steps, trained, fed = (
         np.array(values[begin:]) for values in (noted.steps, noted.trained, noted.fed)
     )
-    rows, processor = (
-        np.array(values[begin // log_steps :]) for values in (noted.rows, noted.rows_processor)
-    )
     is_busy = fed > 1e-5
     bursts = bursts_of(is_busy)
+    assert len(bursts) > 1, "too short to see the feeder work"
+    whole = slice(bursts[0].stop, bursts[-1].stop)  # turns of the feeder
+    rows, processor = (
+        np.array(values[begin // log_steps :][whole.start // log_steps : whole.stop // log_steps])
+        for values in (noted.rows, noted.rows_processor)
+    )
     middles = [(a.stop + b.start) // 2 for a, b in itertools.pairwise(bursts)]
     idle = [slice(m, m + one.stop - one.start) for m, one in zip(middles, bursts, strict=False)]
     step, row = float(np.median(steps)), float(np.median(rows))
-    used = fed.sum() + processor.sum()
+    fed_seconds, spent = fed[whole].sum(), processor.sum()
     return Cost(
         log_steps=log_steps,
         step_seconds=step,
         row_seconds=row,
         row_processor=float(processor.mean()),
-        fed_processor=float(fed.sum() / len(rows)),
+        fed_processor=float(fed_seconds / len(rows)),
         rows_share=row / (step * log_steps),
-        core_share=float(used / steps.sum()),
-        processor_share=float(used / (trained.sum() - processor.sum())),
+        core_share=float((fed_seconds + spent) / steps[whole].sum()),
+        processor_share=float((fed_seconds + spent) / (trained[whole].sum() - spent)),
         fed=lost_to(bursts, steps, is_busy),
         idle=lost_to(idle, steps, is_busy),
     )

@@ -35,7 +35,11 @@ from workbench.track.record import RunRecord, read_record
 from workbench.track.store import Store, is_locked
 
 GRACE_SECONDS = 60.0
-POLL_SECONDS = 10.0
+POLL_SECONDS = 5.0
+# Every look costs processor time, so a run is looked at again after a tenth of its age, between one
+# and so many times the seconds above.
+_AGE_SHARE = 0.1
+LONGEST_POLLS = 6
 _LONGEST_WAIT = 60.0
 _UNNOTICED_SECONDS = 1.0
 _NICENESS = 10
@@ -262,7 +266,7 @@ def main() -> int:
     over = _watch_the_run(float(request["grace_seconds"]))
     pending: str | None = "it has not been reached yet"
     feed: Any = None
-    wait = float(request["poll_seconds"])
+    poll, began = float(request["poll_seconds"]), time.monotonic()
     failures, tries = 0, _TRIES_AT_END
     while True:
         ending = over.is_set()
@@ -282,6 +286,8 @@ def main() -> int:
             with contextlib.suppress(OSError):  # a run that did not wait does not listen either
                 print(json.dumps({"pending": pending}), flush=True)
         if not ending:
+            age = time.monotonic() - began
+            wait = min(max(poll, age * _AGE_SHARE), poll * LONGEST_POLLS)
             over.wait(min(wait * 2 ** min(failures, 10), max(wait, _LONGEST_WAIT)))
             continue
         # A server that was away before the end is tried once more, not waited for.
