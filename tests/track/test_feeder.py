@@ -25,6 +25,7 @@ from workbench.track.feeder import (
     GRACE_SECONDS,
     MlflowTracker,
     patience,
+    pause,
     send_again,
     short_reason,
 )
@@ -283,6 +284,12 @@ def test_how_long_a_run_waits_can_be_set(monkeypatch: pytest.MonkeyPatch) -> Non
             patience()
     monkeypatch.delenv("WB_MLFLOW_WAIT")
     assert patience() == GRACE_SECONDS
+
+
+def test_a_run_is_looked_at_often_at_first_and_never_left_alone_for_long() -> None:
+    assert [pause(5.0, age, 0) for age in (0, 40, 100, 250, 1e9)] == [5, 5, 10, 25, 30]
+    assert [pause(5.0, 0, failures) for failures in (1, 2, 3, 4, 99)] == [10, 20, 40, 60, 60]
+    assert max(pause(5.0, age, n) for age in (0, 1e9) for n in range(20)) == 60
 
 
 @pytest.mark.slow  # of a whole run, it is tested with the runs

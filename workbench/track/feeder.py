@@ -286,15 +286,20 @@ def main() -> int:
             with contextlib.suppress(OSError):  # a run that did not wait does not listen either
                 print(json.dumps({"pending": pending}), flush=True)
         if not ending:
-            age = time.monotonic() - began
-            wait = min(max(poll, age * _AGE_SHARE), poll * LONGEST_POLLS)
-            over.wait(min(wait * 2 ** min(failures, 10), max(wait, _LONGEST_WAIT)))
+            over.wait(pause(poll, time.monotonic() - began, failures))
             continue
         # A server that was away before the end is tried once more, not waited for.
         tries = 0 if failures > _TRIES_AT_END else tries - 1
         if pending is None or tries <= 0:
             return 1 if pending else 0
         time.sleep(0.5)
+
+
+def pause(poll: float, age: float, failures: int) -> float:
+    """Seconds until a run that has gone on for `age` is looked at again, after so many failures of
+    a server in turn."""
+    wait = min(max(poll, age * _AGE_SHARE), poll * LONGEST_POLLS)
+    return min(wait * 2.0 ** min(failures, 10), max(wait, _LONGEST_WAIT))
 
 
 def _open_feed(request: dict[str, Any]) -> Any:
