@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parquet_streams import three_files
 from tiny_runs import sections
 
 from workbench.compare import compare_runs
@@ -285,3 +286,45 @@ def test_auxiliary_terms_and_muon_do_not_scale_with_the_processes(tmp_path: Path
                 assert rows, column
                 close = 100 * rel if column in ("grad_norm", "train/diversity") else rel
                 assert other.rows(column) == pytest.approx(rows, rel=close), (kind, column)
+
+
+@pytest.mark.slow
+def test_each_kind_of_data_is_the_same_on_two_processes(tmp_path: Path) -> None:
+    """What the ranks train on is together what one process trains on, in its order: `train/nll` is
+    of all sequences of a step, and the digest of the order is that of one process."""
+    shard = Path(__file__).parent / "data/token_shard"
+    folder, _ = three_files(tmp_path / "stream")
+    kinds: dict[str, dict[str, Any]] = {
+        "tokens": {
+            "dataset": "tokens",
+            "tokens_path": str(shard / "train"),
+            "eval_tokens_path": str(shard / "eval"),
+        },
+        "stream": {
+            "dataset": "fineweb",
+            "stream_path": str(folder),
+            "stream_eval_documents": 6,
+            "held_out_ratio": 0.2,
+        },
+        "random": {"dataset": "random"},
+    }
+    cases = []
+    for kind, data in kinds.items():
+        spec = {"name": kind, "seed": 42, **sections(tmp_path, **SPEC), "data": data}
+        if kind == "tokens":
+            spec["tokenizer"] = {}
+        (tmp_path / f"{kind}.yaml").write_text(json.dumps(spec))
+        for processes in (1, 2):
+            name = f"{kind}-{processes}"
+            path = str(tmp_path / f"{kind}.yaml")
+            cases.append({"name": name, "processes": processes, "spec": path})
+    found = ran(tmp_path, cases)
+    for kind in kinds:
+        one, two = found[f"{kind}-1"], found[f"{kind}-2"]
+        assert (one.codes, two.codes) == ([0], [0, 0]), one.said + two.said
+        digests = [[point.order_digest for point in run.record.points] for run in (one, two)]
+        assert digests[0] == digests[1]
+        assert len(one.rows("train/nll")) == 20
+        assert one.rows("train/nll") == pytest.approx(two.rows("train/nll"), rel=1e-5)
+        if kind == "stream":
+            assert one.record.effective.evaluation == two.record.effective.evaluation
