@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 # make lint is the part of check that is not tests
-.PHONY: run test test-all lint check install clean reliability scale docs
+.PHONY: run test test-all lint check install clean reliability scale docs ecosystem
 
 $(BIN)/wb: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,6 +51,10 @@ scale: $(VENV)/.test
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+
+# tracking servers, imports and the tutorial: writes reports/ecosystem.md (about ten minutes)
+ecosystem: $(VENV)/.test
+	$(BIN)/python tests/ecosystem.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
