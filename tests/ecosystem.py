@@ -33,21 +33,23 @@ from importing.legacy_runs import ORIGINAL
 from importing.test_mlflow_runs import log_runs, mapping
 from mlflow_servers import Server
 from postgres_servers import Postgres, programs
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, track_rows
+from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, track_rows
 
 from workbench.importing.complexity import read_complexity
 from workbench.importing.csv_runs import read_csv
 from workbench.importing.draft import Draft, keep
 from workbench.importing.mlflow_runs import read_mlflow
 from workbench.track.feeder import MlflowTracker, send_run
-from workbench.track.mlflow_store import connect, read_position
-from workbench.track.store import Store
+from workbench.track.journal import TWINS, read_metrics
+from workbench.track.mlflow_store import connect
+from workbench.track.store import METRICS, Store
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "docs" / "examples"
 TUTORIAL = HERE / "tutorial.py"
 COMPARED = "compare"  # in the title of the section that ends with the comparison
-LOADS = ((1, 10.0), (4, 10.0), (12, 10.0))  # runs, rows of each in a second
+RUNS = [1, 4, 12]  # at once
+ROWS = 10.0  # of each in a second
 SECONDS = 20.0
 
 
@@ -109,17 +111,22 @@ def load(folder: Path, address: str, runs: int, rate: float, seconds: float) -> 
             assert send_run(run) is None
     after = time.monotonic() - start
     target = connect(address, store, "load")
-    count, start = 0, time.monotonic()
+    start = time.monotonic()
     for run, *_ in began:
         assert_equal_to_file(target, run)
-        position = read_position(run)
-        assert position
-        count += sum(map(len, points(target, position.run_id).values()))
-    reading = (time.monotonic() - start) / 2  # each point was read twice
+    reading = time.monotonic() - start
+    count = sum(_points(run) for run, *_ in began)
     return Load(runs, rate, count, writing, after, reading, max(slowest))
 
 
-def load_lines(folder: Path, seconds: float) -> list[str]:
+def _points(run: Path) -> int:
+    """How many points the metrics of a run are, each of which the server must have."""
+    table = read_metrics(run / METRICS)
+    named = set(table) - {"step", "unix_time", *TWINS}
+    return sum(value is not None for name in named for value in table[name])
+
+
+def load_lines(folder: Path, seconds: float, runs_at_once: list[int]) -> list[str]:
     """A row for each server and load."""
     lines = [
         "| server over | runs at once | rows/s of each | points sent | points/s written "
@@ -128,17 +135,19 @@ def load_lines(folder: Path, seconds: float) -> list[str]:
     ]
     with servers(folder) as found:
         for name, address in found.items():
-            for runs, rate in LOADS:
+            for runs in runs_at_once:
+                print(f"       {runs} runs over {name}", file=sys.stderr, flush=True)
                 with scratch() as home:
-                    one = load(home, address, runs, rate, seconds)
+                    one = load(home, address, runs, ROWS, seconds)
                 lines.append(
-                    f"| {name} | {runs} | {rate:g} | {one.points:,} | "
+                    f"| {name} | {runs} | {ROWS:g} | {one.points:,} | "
                     f"{one.points / one.writing:,.0f} | {one.after:.1f} s | "
                     f"{one.points / one.reading:,.0f} | {one.slowest * 1e3:.2f} ms |"
                 )
     lines += [
         "",
-        "Every point was read back and is the one in `metrics.csv`, once. A row waits for nothing "
+        f"Rows were written for {seconds:g} s. Every point was read back and is the one in "
+        "`metrics.csv`, once. A row waits for nothing "
         "but its own file: a process of each run feeds the server. The time after the last row "
         "holds the run's end too: its files, its tags, and its list of hashes.",
     ]
@@ -226,6 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE.parent / "reports" / "ecosystem.md")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of writing at each load")
+    parser.add_argument("--runs", type=int, nargs="+", default=RUNS, help="at once, at each load")
     parser.add_argument("--tutorial", type=Path, help="times that tests/tutorial.py --json wrote")
     parser.add_argument("--only", help="one section, printed and not written")
     asked = parser.parse_args()
@@ -234,7 +244,10 @@ def main() -> int:
         os.environ.pop(name, None)
     began = time.monotonic()
     sections = {
-        "load": ("Load of a tracking server", lambda home: load_lines(home, asked.seconds)),
+        "load": (
+            "Load of a tracking server",
+            lambda home: load_lines(home, asked.seconds, asked.runs),
+        ),
         "imports": ("Runs of others", fidelity_lines),
         "tutorial": (
             "From install to a comparison",

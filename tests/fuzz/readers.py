@@ -43,6 +43,7 @@ from workbench.core.data.tokenizer import load_tokenizer
 from workbench.core.restore import newest_checkpoint, open_checkpoint, restore
 from workbench.core.train import train
 from workbench.errors import UserError
+from workbench.importing.csv_runs import read_csv
 from workbench.spec.load import load_spec
 from workbench.spec.run import spec_hash
 from workbench.track.additions import find_addition
@@ -207,6 +208,20 @@ def read_spec(folder: Path) -> str:
     spec = load_spec(folder / "run.yaml")
     json.dumps(spec.model_dump(mode="json"), allow_nan=False)
     return spec_hash(spec)
+
+
+# -- runs of other trainers
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def make_table(folder: Path) -> None:
+    for name in ("nanogpt.csv", "nanogpt.map.yaml"):
+        shutil.copyfile(EXAMPLES / name, folder / name)
+
+
+def read_table(folder: Path) -> None:
+    read_csv(folder / "nanogpt.csv", folder / "nanogpt.map.yaml")
 
 
 # -- token shards
@@ -506,6 +521,7 @@ def read_ranks(folder: Path) -> None:
 
 READERS: dict[str, Reader] = {
     "spec": Reader(make_spec, read_spec, ("*.yaml",), short=10),
+    "table of another trainer": Reader(make_table, read_table, ("*",)),
     "own shard": Reader(make_shard, read_own, ("s/*",), ("s/tokens.bin", "s/tokens.docs.npy")),
     "own shard, hashes made to fit": Reader(make_shard, read_rehashed, ("s/*",), (), rehash_shard),
     "shard checked before": Reader(make_remembered, read_remembered, ("memory/*",), ("memory/*",)),

@@ -295,7 +295,9 @@ def _with_run(tree: Any, run: str) -> Any:
     if not isinstance(tree, dict):
         return tree
     return {
-        key: item.replace(RUN, run) if key == "column" else _with_run(item, run)
+        key: item.replace(RUN, run)
+        if key == "column" and isinstance(item, str)
+        else _with_run(item, run)
         for key, item in tree.items()
     }
 
