@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -47,6 +48,28 @@ def write_texts(path: Path, count: int, words: int = 40) -> Path:
 
 
 PREPARE = ("prepare", "text.jsonl", "--out", "out", "--text-field", "body", "--processes", "2")
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    write_texts(tmp_path / "text.jsonl", 100)
+    command = [sys.executable, "-m", "workbench", "data", *PREPARE]
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [*command, "--tokenizer", "file", "--tokenizer-path", str(RANKS)],
+        cwd=tmp_path,
+        env={**environment(tmp_path), "TERM": "xterm", "COLUMNS": "100"},
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+    ) as preparing:
+        os.close(theirs)
+        drawn = b""
+        with contextlib.suppress(OSError):  # Linux's end of a terminal that nobody holds
+            while part := os.read(ours, 1 << 16):
+                drawn += part
+    os.close(ours)
+    assert preparing.returncode == 0, drawn
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in drawn.decode()
+    assert "kB" in drawn.decode()
 
 
 def test_prepare_and_inspect_print_one_document_each(tmp_path: Path) -> None:

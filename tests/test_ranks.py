@@ -107,6 +107,7 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     whole = spec_file(folder, "whole")
     own = spec_file(folder, "own", training={"batch_size": 2, "global_batch_size": None})
     own_4 = spec_file(folder, "own_4", training={"batch_size": 4, "global_batch_size": None})
+    few = spec_file(folder, "few", training=WHOLE | {"steps": 1}, data={"held_out_ratio": 0.03})
     split = ["training.gradient_accumulation_steps=2"]
     return ran(
         folder,
@@ -115,6 +116,8 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
             {"name": "four_split", "processes": 4, "spec": whole, "options": split},
             {"name": "batch_4", "processes": 1, "spec": own_4},
             {"name": "batch_2", "processes": 2, "spec": own},
+            {"name": "few", "processes": 1, "spec": few},
+            {"name": "few_on_four", "processes": 4, "spec": few},
         ],
     )
 
@@ -163,14 +166,32 @@ def test_batch_4_on_one_process_is_batch_2_on_two(splits: dict[str, Ran]) -> Non
     assert splits["batch_2"].record.tokens_per_step == 4 * 32
 
 
-def test_every_document_is_scored_once_on_any_number_of_processes(worlds: dict[str, Ran]) -> None:
+def scores(ran: Ran) -> dict[str, list[Any]]:
+    """By document, before any update: of the same weights."""
     import pyarrow.parquet as pq
 
-    one, two, split = (
-        pq.read_table(worlds[name].folder / "evaluations" / "step_00000000.parquet").to_pydict()
-        for name in ("one", "two", "split")
-    )
-    assert one == two == split  # before any update: the same weights, the same sums
+    path = ran.folder / "evaluations" / "step_00000000.parquet"
+    return dict(pq.read_table(path).to_pydict())
+
+
+def test_every_document_is_scored_once_on_any_number_of_processes(worlds: dict[str, Ran]) -> None:
+    one, two, split = (scores(worlds[name]) for name in ("one", "two", "split"))
+    assert one == two == split
+
+
+@pytest.mark.slow
+def test_every_document_is_scored_once_on_four_processes(
+    worlds: dict[str, Ran], splits: dict[str, Ran]
+) -> None:
+    assert scores(worlds["one"]) == scores(splits["four_split"])
+
+
+@pytest.mark.slow
+def test_fewer_documents_than_processes_are_scored_once_too(splits: dict[str, Ran]) -> None:
+    assert splits["few_on_four"].codes == [0] * 4, splits["few_on_four"].said
+    one, four = scores(splits["few"]), scores(splits["few_on_four"])
+    assert one == four
+    assert 0 < one["set"].count("held_out") < 4
 
 
 def test_processes_that_do_not_divide_the_batch_are_refused(tmp_path: Path) -> None:

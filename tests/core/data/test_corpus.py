@@ -118,6 +118,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ('{"text": "cut', r":2: not valid JSON"),
         ('{"text": "a"} {"text": "b"}', r":2: not valid JSON"),
         ("[" * 100_000, r":2: not valid JSON"),
+        ('{"text": "a", "text": "b"}', r":2: not valid JSON: key 'text' stands twice"),
         ('["text"]', r":2: each line is a JSON object \(got 'list'\)"),
         ('{"Text": "a"}', r":2: field 'text' is missing. Did you mean 'Text'\?.*one of Text"),
         ('{"text": null}', r":2: 'text' is not text \(got 'null'\)"),

@@ -118,7 +118,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Located]:
             continue
         place = f"{path}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise DataError.at(place, f"not valid JSON: {error}", line[:60]) from error
         if not isinstance(row, dict):
@@ -126,6 +126,16 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Located]:
         if field not in row:
             raise missing_field(place, "field", field, list(row))
         yield Located(place, checked_text(row[field], place, field))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which no key stands twice: which of the values is meant cannot be told."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} stands twice in one object")
+    return found
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[Located]:
