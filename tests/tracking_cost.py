@@ -166,8 +166,8 @@ def cost_of(noted: Noted, log_steps: int) -> Cost:
     )
     is_busy = fed > 1e-5
     bursts = bursts_of(is_busy)
-    assert len(bursts) > 1, "too short to see the feeder work"
-    whole = slice(bursts[0].stop, bursts[-1].stop)  # turns of the feeder
+    # Whole turns of the feeder; all there is, where it works without a rest.
+    whole = slice(bursts[0].stop, bursts[-1].stop) if len(bursts) > 1 else slice(0, len(steps))
     rows, processor = (
         np.array(values[begin // log_steps :][whole.start // log_steps : whole.stop // log_steps])
         for values in (noted.rows, noted.rows_processor)
