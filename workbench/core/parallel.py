@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -167,7 +169,8 @@ class Ranks(Team):
             raise UserError.at("training.device", message, device.type, "cpu or cuda")
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            store, self.rank, self.size = next(rendezvous("env://", timeout=PATIENCE))
+            met, self.rank, self.size = next(rendezvous("env://", timeout=PATIENCE))
+            store = _own_store(met, self.rank, self.size)
             # Small facts go over the CPU whatever trains.
             backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
@@ -326,6 +329,35 @@ def join(device: DeviceName, parallel: Literal["ddp", "fsdp"] = "ddp") -> Team:
     from workbench.core.shards import Shards
 
     return Shards(device)
+
+
+def _own_store(store: Any, rank: int, size: int) -> Any:
+    """The part of a store that these processes alone write to.
+
+    torchrun keeps its store when it starts the processes again: what the ones before left there,
+    addresses among it, is not to be taken for that of these. Nor do machines count the same
+    restarts. So each process shows rank zero a word of its own, and is answered with one for all.
+    """
+    import torch.distributed as dist
+
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"here/{rank}", own)
+        common = store.get(f"welcome/{own}").decode()
+        store.set(f"{common}/came/{rank}", "yes")
+        return dist.distributed_c10d.PrefixStore(common, store)
+    missing = set(range(1, size))
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{own}/came/{other}"]):
+                missing.discard(other)
+            elif store.check([f"here/{other}"]):  # perhaps of one before, who will not come
+                store.set(f"welcome/{store.get(f'here/{other}').decode()}", own)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(missing)} has not come")
+        time.sleep(0.01)
+    return dist.distributed_c10d.PrefixStore(own, store)
 
 
 class _Trained(nn.Module):
