@@ -1,11 +1,12 @@
 """Trains one spec with several processes over gloo, forked from one that has torch loaded.
 
 `python tests/ranks.py FOLDER` reads `cases.json` there, a list of `{"name", "processes", "spec",
-"options", "kill", "run"}`, and runs one after the other, each with `runs/RUN` as its run (or
-`runs/NAME`). `kill` is `[rank, step]`: that process ends itself by SIGKILL after that step. Prints
-one JSON document: of each case the exit codes by rank, the seconds it took, what each rank said,
-the record that was there when it ended, and the seconds from the kill to then. A rank ends as any
-interpreter does, so that what its end comes to shows in its exit code.
+"options", "kill", "run", "launched"}`, and runs one after the other, each with `runs/RUN` as its
+run (or `runs/NAME`). `launched`: one process as torchrun starts it. `kill` is `[rank, step]`: that
+process ends itself by SIGKILL after that step. Prints one JSON document: of each case the exit
+codes by rank, the seconds it took, what each rank said, the record that was there when it ended,
+and the seconds from the kill to then. A rank ends as any interpreter does, so that what its end
+comes to shows in its exit code.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _said(folder: Path, case: dict[str, Any], rank: int) -> Path:
 
 def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
     os.environ.update(WB_HOME=str(folder / "mlruns"), WB_MLFLOW_WAIT="0")
-    if case["processes"] > 1:
+    if case["processes"] > 1 or case.get("launched"):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
         os.environ.update(WORLD_SIZE=str(case["processes"]), MASTER_PORT=str(port))
     runner.tracker_for = lambda spec, store: NullTracker()

@@ -186,6 +186,20 @@ def test_twenty_processes_end_with_the_exit_code_of_their_run(
     }, [run.said for run in found.values() if run.codes != [0, 0]]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_process_over_nccl_trains_as_one_alone(tmp_path: Path, parallel: str) -> None:
+    whole = spec_file(tmp_path, "whole", training=WHOLE | {"device": "cuda"})
+    asked = WHOLE | {"device": "cuda", "parallel": parallel}
+    split = spec_file(tmp_path, "nccl", training=asked)
+    cases: list[dict[str, Any]] = [{"name": "one", "processes": 1, "spec": whole}]
+    cases += [{"name": "nccl", "processes": 1, "launched": True, "spec": split}]
+    found = ran(tmp_path, cases)
+    require_same_run(found["one"], found["nccl"])
+    assert found["nccl"].record.backend["distributed"] == "nccl"
+
+
 def test_fsdp_with_compiled_blocks_is_refused(tmp_path: Path) -> None:
     training = {"parallel": "fsdp", "compile": True}
     given = {"name": "x", "seed": 1, **sections(tmp_path, **SPEC | {"training": training})}
