@@ -200,8 +200,10 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
 ) -> None:
     spec = tmp_path / "tiny.yaml"
     spec.write_text(TINY)
-    code, out, err = empty("run", str(spec), "optimizer.lr=1e30", "schedule.warmup_steps=0")
+    decay = "optimizer.weight_decay=1e30"  # times the rate it is beyond float32
+    code, out, err = empty("run", str(spec), "optimizer.lr=1e30", decay)
     assert code == 4, err
+    assert "weights that are not finite" in err
     assert out == ""
     folder = empty.home / "runs" / "tiny"
     assert read_record(folder).status == "FAILED"

@@ -722,16 +722,16 @@ def test_an_exception_in_training_is_failed_here_and_in_mlflow(
     assert_equal_to_file(tracked.target, folder)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(
+def test_a_gradient_that_is_not_finite_stops_before_the_update(
     tmp_path: Path, wb: Wb, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A z-loss so heavy that float32 overflows in the very first loss."""
-    assert wb("run", spec_file(tmp_path), "training.z_loss=3e38") == 4
+    """A z-loss so heavy that float32 overflows in the very first norm."""
+    assert wb("run", spec_file(tmp_path), "training.z_loss=1e30") == 4
     assert "step 1" in capsys.readouterr().err
     folder = tmp_path / "mlruns/runs/tiny"
     record = read_record(folder)
     assert record.status == "FAILED"
-    assert "the loss is inf" in str(record.error)
+    assert "its norm is inf" in str(record.error)
     assert record.results.tokens == 0
     assert read_metrics(folder / "metrics.csv")["step"] == [0]
     assert not (folder / "checkpoints").exists()

@@ -30,7 +30,7 @@ from tiny_runs import tiny_parts, write_corpus
 
 from workbench.compare import compare_runs
 from workbench.core.checkpoint import save_checkpoint
-from workbench.core.data import prepare
+from workbench.core.data import prepared_folder
 from workbench.core.data.corpus import text_corpus
 from workbench.core.data.encoded import encode_corpus
 from workbench.core.data.inspection import inspect
@@ -318,13 +318,15 @@ def make_prepared(folder: Path) -> None:
     make_shard(folder)
     (folder / "s").rename(folder / "train")
     index = json.loads((folder / "train/tokens.idx.json").read_bytes())
-    shard = {"sha256": index["sha256"], "ids": index["num_tokens"]}
-    manifest = {"format": prepare.FORMAT, "inputs": {"n": 1}, "shards": {"train": shard}}
-    (folder / prepare.MANIFEST).write_text(json.dumps(manifest))
+    documents = open_shard(folder / "train").documents
+    assert documents is not None
+    shard = {"sha256": index["sha256"], "ids": index["num_tokens"], "documents": len(documents)}
+    manifest = {"format": prepared_folder.FORMAT, "inputs": {"n": 1}, "shards": {"train": shard}}
+    (folder / prepared_folder.MANIFEST).write_text(json.dumps(manifest))
 
 
 def read_prepared(folder: Path) -> Any:
-    assert prepare._standing(folder, {"n": 1}) is not None
+    assert prepared_folder.standing(folder, {"n": 1}) is not None
     (facts,) = inspect(folder, folder.parent / "cache")
     return facts["sha256"]
 
