@@ -98,7 +98,8 @@ def test_others_compute_the_logits_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "atol"),
     [
-        ({"model": {"mlp_type": "dense", "tie_word_embeddings": False, "qk_norm": False}}, 1e-5),
+        pytest.param({"model": {"mlp_type": "dense", "tie_word_embeddings": False,
+                                "qk_norm": False}}, 1e-5, marks=pytest.mark.slow),
         ({"model": {"mlp_type": "learned_router", "top_k": 1, "attention_type": "mqa",
                     "num_key_value_heads": 1}}, 1e-5),
         pytest.param({"model": {"mlp_type": "learned_router", "shared_expert": False,

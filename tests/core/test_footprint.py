@@ -69,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "router": ROUTED | {"mlp_type": "learned_router"},
     "router of one": ROUTED | {"mlp_type": "learned_router", "top_k": 1},
 }
-COMPILED = (("token-routed", "native"), ("dense", "float32"))
+COMPILED = (("token-routed", "native"),)
 """Compiled in the default suite; the others take two minutes."""
 
 

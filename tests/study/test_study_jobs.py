@@ -174,6 +174,7 @@ def orders(lab: Lab) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_a_job_that_somebody_else_submitted_is_followed_and_not_trained_again(lab: Lab) -> None:
     """As after a kill of the process that submitted it."""
     lab.tell(seconds=4.0)
