@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from workbench import completion
 from workbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+SpecOrRun = Annotated[
+    str,
+    typer.Argument(
+        help="A run spec (YAML), or a run: name, id or prefix.",
+        autocompletion=completion.specs_and_runs,
+    ),
+]
+OtherSpecOrRun = Annotated[
+    str, typer.Argument(help="Another spec or run.", autocompletion=completion.specs_and_runs)
+]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workbench import completion
-from workbench.answers import Answer, AsJson, Debug, readable, say
+from workbench.answers import Answer, AsJson, Debug, OtherSpecOrRun, SpecOrRun, readable, say
 from workbench.compare_command import (
     Allow,
     Claims,
@@ -127,16 +127,8 @@ def run(
 
 @app.command()
 def check(
-    a: Annotated[
-        str,
-        typer.Argument(
-            help="A run spec (YAML), or a run: name, id or prefix.",
-            autocompletion=completion.specs_and_runs,
-        ),
-    ],
-    b: Annotated[
-        str, typer.Argument(help="Another spec or run.", autocompletion=completion.specs_and_runs)
-    ],
+    a: SpecOrRun,
+    b: OtherSpecOrRun,
     treatment: Treatment = None,
     allow: Allow = None,
     claim: Claims = None,

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workbench import completion
-from workbench.answers import Answer, AsJson, Debug
+from workbench.answers import Answer, AsJson, Debug, OtherSpecOrRun, SpecOrRun
 
 if TYPE_CHECKING:
     from workbench.spec.run import RunSpec
@@ -36,16 +35,8 @@ def explain(
 
 
 def diff(
-    a: Annotated[
-        str,
-        typer.Argument(
-            help="A run spec (YAML), or a run: name, id or prefix.",
-            autocompletion=completion.specs_and_runs,
-        ),
-    ],
-    b: Annotated[
-        str, typer.Argument(help="Another spec or run.", autocompletion=completion.specs_and_runs)
-    ],
+    a: SpecOrRun,
+    b: OtherSpecOrRun,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Answer:
