@@ -21,6 +21,7 @@ from workbench.core.schedules import (
 from workbench.spec.foreseen import Foreseen
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.provenance import redact
+from workbench.track.record import COMPILER_COUNTS, NOT_COMPILED
 from workbench.track.store import Store
 
 # Above this many tokens the planned order is not replayed (about 10 s of hashing).
@@ -51,6 +52,9 @@ def foresee(spec: RunSpec, store: Store) -> Foreseen:
         "effective.precision.master_dtype": "float32",
         "effective.execution.compiled": spec.training.compile,
     }
+    if not spec.training.compile:
+        none = NOT_COMPILED.model_dump()
+        facts |= {f"effective.execution.{name}": none for name in COMPILER_COUNTS}
     if spec.training.device != "auto":
         facts["effective.hardware.device_type"] = spec.training.device
     if spec.training.loss_backend != "auto":

@@ -20,6 +20,8 @@ _JUDGED_AS_ASKED = ("training.steps",)
 _NOT_OF_THE_START = (
     "effective.budget.finished",
     "effective.interval.",
+    "effective.execution.recompilations",
+    "effective.execution.graph_breaks",
     "effective.code.forced_resume",
     "effective.code.resumed_with",
     "effective.code.forked_from",

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workbench.core.compilation import Compiled
 from workbench.core.evaluate import SetScore, evaluate, write_scores
 from workbench.core.memory import peak_bytes
 from workbench.core.saving import Saver
@@ -55,6 +56,7 @@ class Recorder:
         self._began = time.monotonic() - (record.results.seconds or 0.0)
         self._journal = journal
         self.record = record
+        self._compiled_before = dict(record.effective.execution)
         # The record last: a folder without one never was a run, and is removed again.
         self._write_record()
         self._reserve = Reserve(folder, (folder / RECORD).stat().st_size)
@@ -95,6 +97,13 @@ class Recorder:
         if result.experts:
             self._layers.add(result.step, result.tokens, result.experts.rows)
         self._since_log = []
+
+    def compiled(self, counts: Compiled) -> None:
+        """Puts into the record what torch.compile had to do in this process so far, and before."""
+        for name, count in counts._asdict().items():
+            before = self._compiled_before[name]
+            if isinstance(before, int):
+                setattr(self.record.effective.execution, name, before + count)
 
     def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:
         """Scores every evaluation set at the present step, and proves where the run stands."""
@@ -229,6 +238,9 @@ class Follower:
         return self._owes
 
     def step(self, result: StepResult, logged: bool) -> None:
+        """Nothing."""
+
+    def compiled(self, counts: Compiled) -> None:
         """Nothing."""
 
     def evaluation(self, between: Callable[[], None], reporter: Reporter) -> None:

@@ -17,7 +17,13 @@ from workbench.errors import UserError
 from workbench.guard import Difference, changes, require_no_refusal
 from workbench.spec.run import RunSpec
 from workbench.track.journal import Journal, Number, read_metrics
-from workbench.track.record import Resumption, RunRecord, read_record
+from workbench.track.record import (
+    COMPILER_COUNTS,
+    ExecutionFacts,
+    Resumption,
+    RunRecord,
+    read_record,
+)
 from workbench.track.rewind import copy_history, rewind
 from workbench.track.store import METRICS, RECORD, Store, effective_status, lock_run, release_run
 
@@ -240,6 +246,7 @@ def _continued(
     record.points, record.mlflow = list(old.points), dict(old.mlflow)
     record.resumes = [*old.resumes, entry]
     record.results.seconds = old.results.seconds
+    _add_compilations(record.effective.execution, old.effective.execution)
     code, before = record.effective.code, old.effective.code
     code.forked_from = before.forked_from
     code.forced_resume = _joined(before.forced_resume, entry.reason)
@@ -249,6 +256,14 @@ def _continued(
     at = f"{', '.join(listed)} at step {entry.step}" if listed else None
     code.resumed_with = _joined(before.resumed_with, at)
     return record
+
+
+def _add_compilations(now: ExecutionFacts, before: ExecutionFacts) -> None:
+    """Puts what the run had compiled before to what this process begins with."""
+    for name in COMPILER_COUNTS:
+        then = getattr(before, name)
+        if isinstance(then, int) or (then is None and before.compiled is not False):
+            setattr(now, name, then)  # what was not known stays so
 
 
 def _joined(before: str | None, more: str | None) -> str | None:

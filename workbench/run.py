@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from workbench.core import liger
+from workbench.core.compilation import Compiled, CompileWatch
 from workbench.core.counts import count_parameters
 from workbench.core.data.batches import TokenDigest
 from workbench.core.data.loading import Data, load_data
@@ -73,7 +74,7 @@ from workbench.track.provenance import (
     provenance,
     write_source_diff,
 )
-from workbench.track.record import Effective, RunRecord
+from workbench.track.record import COMPILER_COUNTS, NOT_COMPILED, Effective, RunRecord
 from workbench.track.store import METRICS, Store, release_run
 
 
@@ -146,6 +147,7 @@ def build(spec: RunSpec, store: Store, team: Team = ALONE) -> Components:
                 "attention": model.attention_path,
                 "compiled": spec.training.compile_mode is not None,
                 "parallel": team.mode,
+                **dict.fromkeys(COMPILER_COUNTS, 0 if spec.training.compile else NOT_COMPILED),
             },
             "budget": {"finished": False, "ramp_tokens": ramp_tokens(spec)},
             "code": code_facts().model_dump(),
@@ -360,6 +362,7 @@ def _train(
     spec, team = parts.spec, parts.team
     saved = time.monotonic()
     parts.state.stream.interrupt_by(stop.check)
+    compiler, compiled = CompileWatch(spec.training.compile), Compiled()
 
     if recorder.owes_evaluation:
         recorder.evaluation(stop.check, reporter)
@@ -382,9 +385,13 @@ def _train(
         ):
             recorder.checkpoint(last=last)
             saved = time.monotonic()
-        (asked,) = team.highest(stop.number or 0)
+        asked, *counts = team.highest(stop.number or 0, *compiler.after_update())
+        compiled = Compiled(*counts)
+        recorder.compiled(compiled)
         if asked and not last:
             raise InterruptedRunError(asked)
+    if any(compiled):
+        reporter.say(f"warning: {compiled.words()}")
     if unused := parts.state.watch.unused:
         reporter.say(f"warning: unused experts, no token reached them: {', '.join(unused)}")
 

@@ -144,6 +144,8 @@ def full_effective(steps: int = STEPS) -> dict[str, Any]:
             "attention": "flash",
             "compiled": True,
             "parallel": "one process",
+            "recompilations": 0,
+            "graph_breaks": 0,
         },
         "evaluation": evaluated,
         "interval": {"first_step": 11, "last_step": steps},

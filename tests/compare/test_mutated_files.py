@@ -21,7 +21,8 @@ from workbench.compare import Comparison, compare_runs
 from workbench.errors import UserError
 from workbench.spec.checklist import tag_of
 from workbench.spec.run import document_hash
-from workbench.track.record import RECORD_FIELDS, RunRecord, read_record
+from workbench.track.record import RunRecord, read_record
+from workbench.track.record_fields import RECORD_FIELDS
 
 Document = dict[str, Any]
 

@@ -36,13 +36,13 @@ from workbench.compare.rules import Judgement, Planned, judge
 from workbench.spec.checklist import CLAIMS, RULES, Tag, matches, tag_of
 from workbench.spec.run import RunSpec
 from workbench.track.record import (
-    RECORD_FIELDS,
     Effective,
     Point,
     RunRecord,
     SetFacts,
     without_nulls,
 )
+from workbench.track.record_fields import RECORD_FIELDS
 
 Document = dict[str, Any]
 

@@ -20,6 +20,7 @@ from workbench.core.precision import choose_precision
 from workbench.core.train import synchronize, train
 from workbench.run import build
 from workbench.spec.run import RunSpec
+from workbench.track.record import COMPILER_COUNTS
 from workbench.track.store import Store
 
 PARTS = ("forward", "loss", "backward", "optimizer")
@@ -129,6 +130,8 @@ class SpecArm:
     def facts(self) -> dict[str, Any]:
         """What ran, for the report."""
         effective = self._parts.effective.model_dump(mode="json")
+        for name in COMPILER_COUNTS:  # of the steps of a run, which these are not
+            del effective["execution"][name]
         return {
             "parameters": effective["parameters"]["total"],
             "vocab_size": effective["tokenizer"]["vocab_size"],

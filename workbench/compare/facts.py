@@ -21,7 +21,14 @@ from workbench.spec.checklist import tag_of
 from workbench.spec.datasets import BY_SHARDS
 from workbench.spec.foreseen import Foreseen
 from workbench.spec.run import RunSpec
-from workbench.track.record import Effective, Point, RunRecord, SetFacts
+from workbench.track.record import (
+    COMPILER_COUNTS,
+    NOT_COMPILED,
+    Effective,
+    Point,
+    RunRecord,
+    SetFacts,
+)
 
 Facts = Mapping[str, Any]
 
@@ -93,7 +100,7 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     for leaf in _unresolved(record):
         del facts[leaf]
     _resolve_batch(facts, record)
-    for part, values in record.effective.model_dump(mode="json").items():
+    for part, values in _effective(record).model_dump(mode="json").items():
         named = values if part == "evaluation" else {"": values}
         for name, leaves in named.items():
             prefix = f"effective.{part}.{name}." if name else f"effective.{part}."
@@ -269,6 +276,16 @@ def _spec_facts(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{leaf}", item) for leaf, item in value.items())
         else:
             yield section, value
+
+
+def _effective(record: RunRecord) -> Effective:
+    """The effective facts of a record; one of before compilations were counted had none to count,
+    where nothing was compiled."""
+    ran = record.effective.execution
+    if ran.compiled is not False or ran.model_fields_set & {*COMPILER_COUNTS}:
+        return record.effective
+    counts = dict.fromkeys(COMPILER_COUNTS, NOT_COMPILED)
+    return record.effective.model_copy(update={"execution": ran.model_copy(update=counts)})
 
 
 def _resolve_batch(facts: dict[str, Any], record: RunRecord) -> None:

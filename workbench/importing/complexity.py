@@ -16,7 +16,7 @@ from workbench.importing.complexity_metrics import evaluation_set, measure
 from workbench.importing.complexity_model import DENSE, model_settings
 from workbench.importing.draft import Draft
 from workbench.json_files import parse_json
-from workbench.track.record import RECORD_FIELDS
+from workbench.track.record_fields import RECORD_FIELDS
 
 CONFIG, METRICS = "run_config.json", "metrics.csv"
 

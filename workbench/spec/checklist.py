@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal
 
-RULESET_VERSION = 4
+RULESET_VERSION = 5
 
 Claim = Literal["nll", "bpb", "throughput", "memory"]
 CLAIMS: tuple[Claim, ...] = ("nll", "bpb", "throughput", "memory")
@@ -373,6 +373,8 @@ TAGS: tuple[tuple[str, Tag], ...] = (
         ),
     ),
     ("effective.execution.compiled", _judged("execution", "training.compile")),
+    ("effective.execution.recompilations", _judged("execution", "training.compile")),
+    ("effective.execution.graph_breaks", _judged("execution", "training.compile")),
     ("effective.execution.*", _judged("execution")),
     (
         "effective.evaluation.*.scored_tokens",

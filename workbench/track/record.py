@@ -48,6 +48,11 @@ class NotApplicable(BaseModel):
     not_applicable: str
 
 
+# Facts of `ExecutionFacts` that count what torch.compile did.
+COMPILER_COUNTS = ("recompilations", "graph_breaks")
+NOT_COMPILED = NotApplicable(not_applicable="nothing was compiled")
+
+
 class ModelFacts(_Part):
     """Of the model, beyond its spec."""
 
@@ -128,6 +133,9 @@ class ExecutionFacts(_Part):
     attention: str | None = None
     compiled: bool | None = None
     parallel: str | None = None
+    # By torch.compile, after the first update of each process; of several the highest count.
+    recompilations: int | NotApplicable | None = None
+    graph_breaks: int | NotApplicable | None = None
 
 
 class SetFacts(_Part):
@@ -327,37 +335,6 @@ class RunRecord(_Part):
             message = f"this run was imported from {self.imported.source}: it has no whole spec"
             raise UserError.at(self.name, message, None, "a run that this package trained")
         return RunSpec.model_validate(without_nulls(self.spec)).on(self.world_size or 1)
-
-
-# How a difference of each field of a record shows. `judged`: as the leaves that a comparison makes
-# of it. `checked`: it repeats what is judged, and contradicting it is an error.
-# `measured`: the numbers that are compared. `free`: who, when, where, and other words for a fact.
-RECORD_FIELDS: dict[str, Literal["judged", "checked", "measured", "free"]] = {
-    "schema_version": "free",  # what an older one lacks is missing; a newer one is not read
-    "id": "free",
-    "name": "free",
-    "status": "judged",
-    "started": "free",
-    "ended": "free",
-    "error": "free",
-    "spec": "judged",
-    "spec_sha256": "checked",
-    "effective": "judged",
-    "points": "judged",
-    "resumes": "free",  # `effective.code.resumed_with` and its neighbours are judged
-    "results": "measured",
-    "provenance": "free",
-    "git_commit": "free",
-    "params": "checked",
-    "world_size": "checked",
-    "parameter_table": "free",  # `effective.optimizer.groups_sha256` is its hash
-    "tokens_per_step": "checked",
-    "total_tokens": "judged",
-    "backend": "free",
-    "model_config_": "checked",
-    "mlflow": "free",
-    "imported": "checked",  # a record that claims it must not hold what only a run here can prove
-}
 
 
 def without_nulls(value: Any) -> Any:
