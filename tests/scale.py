@@ -44,7 +44,7 @@ class Row:
 
     name: str
     parallel: str
-    tokens_per_s: float
+    tokens_per_s: float | None  # None: too few steps after a resume to time any
     apart: float  # the largest relative difference of a step's NLL
     held_out: float  # likewise of the held-out NLL
 
@@ -58,7 +58,6 @@ def compared(name: str, run: Ran, one: Ran) -> Row:
     assert len(run.rows("train/nll")) == TRAINING["steps"]
     assert max(steps, held_out) < MOST_APART, (name, steps, held_out)
     speed, parallel = own.results.tokens_per_s, own.effective.execution.parallel
-    assert speed
     assert parallel
     return Row(name, parallel, speed, steps, held_out)
 
@@ -122,7 +121,8 @@ def measure(folder: Path) -> list[str]:
 def scaling(begun: dict[str, Ran], one: Ran) -> list[str]:
     """Speed and equality by number of processes."""
     rows = [compared(n, run, one) for n, run in begun.items() if "dying" not in n]
-    first = rows[0].tokens_per_s
+    speeds = [row.tokens_per_s for row in rows if row.tokens_per_s]
+    assert len(speeds) == len(rows)
     lines = [
         "## The same run on 1, 2 and 4 processes",
         "",
@@ -133,9 +133,9 @@ def scaling(begun: dict[str, Ran], one: Ran) -> list[str]:
         "| trained as | tokens/s | to one process | train NLL apart | held-out NLL apart |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
+    for row, speed in zip(rows, speeds, strict=True):
         lines.append(
-            f"| {row.parallel} | {row.tokens_per_s:,.0f} | {row.tokens_per_s / first:.2f} | "
+            f"| {row.parallel} | {speed:,.0f} | {speed / speeds[0]:.2f} | "
             f"{row.apart:.1e} | {row.held_out:.1e} |"
         )
     sizes = {n: checkpoint_bytes(begun[n]) for n in ("ddp_1", "fsdp_2")}
@@ -173,9 +173,9 @@ def deaths(begun: dict[str, Ran]) -> list[str]:
             other = 1 - rank
             assert run.codes[rank] == -9, run.codes
             assert run.codes[other] == 74, (run.codes, run.said)
-            said = next(s for s in run.said[other].splitlines() if f"rank {rank}" in s)
+            said = next(s for s in run.said[other].splitlines() if f"error: rank {rank}" in s)
             assert run.after_kill is not None
-            words = said.removeprefix("error: ").replace("|", "/")[:90]
+            words = said.partition("error: ")[2].replace("|", "/")[:90]
             lines.append(
                 f"| {parallel} | rank {rank} | {run.after_kill:.1f} s | {words} | "
                 f"{KILLED_AT - SAVED_AT} |"

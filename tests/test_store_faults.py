@@ -19,7 +19,7 @@ from tiny_runs import tiny_parts, tiny_spec, untracked_run
 
 from workbench import recorder as recorder_module
 from workbench import run as runner
-from workbench.core.footprint import checkpoint_bytes
+from workbench.core.footprint import checkpoint_bytes, whole_weights_bytes
 from workbench.errors import StoreError
 from workbench.room import OTHER_BYTES, require_room
 from workbench.run import RunOutcome
@@ -355,6 +355,27 @@ def test_a_run_whose_checkpoints_do_not_fit_is_told_before(
     with pytest.raises(StoreError, match=r"at least 1 more are needed") as caught:
         with_free(one + OTHER_BYTES - 1)
     assert caught.value.exit_code == 74
+
+
+def test_the_weights_in_one_file_that_processes_add_to_the_last_checkpoint_need_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store = tiny_spec(tmp_path), Store(tmp_path)
+    one, weights = checkpoint_bytes(spec, 257), whole_weights_bytes(spec, 257)
+    said: list[str] = []
+
+    def with_free(free: int, steps: int) -> None:
+        usage = lambda path: type("Usage", (), {"free": free})  # noqa: E731
+        monkeypatch.setattr("workbench.room.shutil.disk_usage", usage)
+        require_room(spec, 257, steps, store, said.append, in_parts=True)
+
+    with_free(3 * one + weights + OTHER_BYTES, 4)
+    assert said == []
+    with_free(3 * one + weights + OTHER_BYTES - 1, 4)
+    assert f"the last with {weights:,} more" in said[0]
+    with_free(one + weights + OTHER_BYTES, 1)  # it saves once, at its end
+    with pytest.raises(StoreError, match=r"at least 1 more are needed"):
+        with_free(one + weights + OTHER_BYTES - 1, 1)
 
 
 def test_the_size_that_is_foreseen_is_that_of_the_checkpoint(tmp_path: Path) -> None:

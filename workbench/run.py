@@ -207,7 +207,11 @@ def _run(
     parts = team.in_turn(lambda: build(spec, store, team))
     reporter = Reporter(parts.steps, quiet or not team.is_first)
     vocab_size = parts.data.tokenizer.vocab_size
-    team.first(lambda: require_room(parts.spec, vocab_size, parts.steps, store, reporter.say))
+    team.first(
+        lambda: require_room(
+            parts.spec, vocab_size, parts.steps, store, reporter.say, in_parts=team.is_sharded
+        )
+    )
     with StopRequests() as stop:
         beginning = team.first(lambda: _begin(parts, store, command, resume, reporter.say))
         folder = beginning.folder

@@ -29,6 +29,7 @@ from workbench.core.footprint import (
     footprint,
     loss_bytes,
     model_parameters,
+    whole_weights_bytes,
 )
 from workbench.core.losses import LossSettings, linear_cross_entropy
 from workbench.core.model import Transformer, build_model, training_forward
@@ -179,11 +180,12 @@ def test_weights_gradients_moments_and_checkpoint_are_those_of_a_run(
     assert found.optimizer == sum(value.nbytes for value in moments)
 
     saved = save_checkpoint(state, tmp_path / "checkpoints", {}, keep=1)
-    payload = 0
+    payload = {}
     for name in ("model", "optimizer"):
         with safe_open(saved / f"{name}.safetensors", "pt") as file:
-            payload += sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
-    assert checkpoint_bytes(parts.spec, vocabulary) == payload
+            payload[name] = sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
+    assert checkpoint_bytes(parts.spec, vocabulary) == sum(payload.values())
+    assert whole_weights_bytes(parts.spec, vocabulary) == payload["model"]
 
 
 @pytest.mark.parametrize("matmul", PRECISIONS)

@@ -20,11 +20,11 @@ class PeerError(UserError):
     """Another process of the run has ended: this one cannot go on without it."""
 
     exit_code = 74
-    agreed = True
 
-    def __init__(self, *faults: Fault, exit_code: int = 74) -> None:
+    def __init__(self, *faults: Fault, agreed: bool = False, exit_code: int = 74) -> None:
+        """`agreed`: rank zero is there to say it."""
         super().__init__(*faults)
-        self.exit_code = exit_code
+        self.agreed, self.exit_code = agreed, exit_code
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -69,8 +69,9 @@ class RollCall:
         try:
             return self._explained()
         except RuntimeError:  # the store was at rank zero, or at a machine that is lost
-            place = "rank 0" if self._rank else "the other processes"
-            return PeerError(Fault(place, f"the connection to it is lost: {error}"))
+            # Nobody can be asked who else is left: each says it.
+            place, it = ("rank 0", "it") if self._rank else ("the other processes", "them")
+            return PeerError(Fault(place, f"the connection to {it} is lost"), agreed=False)
 
     def _explained(self) -> PeerError:
         self._store.set(f"alive/{self._rank}", "yes")
@@ -79,7 +80,7 @@ class RollCall:
             if self._store.check([_CAUSE]):
                 found = json.loads(self._store.get(_CAUSE))
                 fault = Fault(f"rank {found['rank']}", f"has ended: {found['cause']}")
-                return PeerError(fault, exit_code=found["exit_code"])
+                return PeerError(fault, agreed=True, exit_code=found["exit_code"])
             silent = [
                 rank for rank in range(self._size) if not self._store.check([f"alive/{rank}"])
             ]
@@ -88,7 +89,8 @@ class RollCall:
             time.sleep(0.05)
         if not silent:
             fault = Fault("the processes", "a connection between them broke, and all are there")
-            return PeerError(fault)
+            return PeerError(fault, agreed=True)
         names = ", ".join(f"rank {rank}" for rank in silent)
         message = "has ended without a word: killed, out of memory, or its machine is lost"
-        return PeerError(Fault(names, message))
+        left = [rank for rank in range(self._size) if rank not in silent]
+        return PeerError(Fault(names, message), agreed=self._rank != min(left, default=self._rank))

@@ -130,9 +130,15 @@ def checkpoint_bytes(spec: RunSpec, vocab_size: int) -> int:
     """
     parameters = list(model_parameters(spec.model, vocab_size))
     steps = FLOAT * sum(not _by_muon(spec, one) for one in parameters)
-    weights = FLOAT * sum(one.size for one in parameters)
-    tables = route_table_bytes(spec.model, vocab_size)
-    return weights + tables + optimizer_bytes(spec, vocab_size) + steps
+    weights = whole_weights_bytes(spec, vocab_size)
+    return weights + optimizer_bytes(spec, vocab_size) + steps
+
+
+def whole_weights_bytes(spec: RunSpec, vocab_size: int) -> int:
+    """Weights and route tables in one file. Where each process saves a part of the model, the last
+    checkpoint of a run holds it beside the parts."""
+    weights = FLOAT * sum(one.size for one in model_parameters(spec.model, vocab_size))
+    return weights + route_table_bytes(spec.model, vocab_size)
 
 
 def optimizer_bytes(spec: RunSpec, vocab_size: int) -> int:

@@ -53,17 +53,19 @@ def save_shards(
         StoreError: the disk is full or cannot be written; earlier checkpoints are untouched.
     """
     taken = snapshot(state, spec)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in taken.weights.values())
+    nbytes = taken.nbytes + (weights if last else 0)
     final = path_of(folder, taken.step)
     if team.first(lambda: is_whole(final)):
         return final
-    temporary = team.first(lambda: _begun(final, taken.nbytes))
+    temporary = team.first(lambda: _begun(final, nbytes))
     try:
         tensors = {OF_WEIGHTS + name: tensor for name, tensor in taken.weights.items()}
         tensors |= {OF_MOMENTS + name: tensor for name, tensor in taken.moments.items()}
         try:
             _write(tensors, temporary)
         except (OSError, SafetensorError) as error:
-            raise unwritten(final, taken.nbytes, error) from error
+            raise unwritten(final, nbytes, error) from error
 
         def finish() -> None:
             try:
@@ -73,7 +75,7 @@ def save_shards(
                 publish(temporary, final)
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(temporary, ignore_errors=True)
-                raise unwritten(final, taken.nbytes, error) from error
+                raise unwritten(final, nbytes, error) from error
             thin_out(folder, keep)
 
         team.first(finish)

@@ -1,4 +1,4 @@
-"""Streams: the order is that of the documents alone, on any number of ranks, from any position."""
+"""Streams: the order is that of the documents alone, in batches of any size, from any position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from parquet_streams import made_up, stream_spec, three_files, write_files
 
-from workbench.core.data.batches import TokenDigest
 from workbench.core.data.encoded import split_hash
 from workbench.core.data.errors import DataError
 from workbench.core.data.evaluation_sets import EvaluationSet
@@ -49,13 +48,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def stream_of(tmp_path: Path, tokenizer: Tokenizer) -> Any:
-    def build(folder: Path, rank: int = 0, ranks: int = 1, field: str = "text") -> DocumentStream:
+    def build(folder: Path, field: str = "text") -> DocumentStream:
         source = folder_source(str(folder), field, tmp_path / "cache")
         rows = RowReader(source.files, field, Patience(waits=()))
         documents = Documents(rows, tokenizer, RATIO)
-        return DocumentStream(
-            documents, S, {"content": source.key}, Passing({}, Settings()), rank, ranks
-        )
+        return DocumentStream(documents, S, {"content": source.key}, Passing({}, Settings()))
 
     return build
 
@@ -78,24 +75,7 @@ def test_windows_are_the_training_documents_in_order_each_after_its_end_id(
         assert (found == expected[: len(found)]).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_take_every_sequence_once_and_the_digest_is_the_same(
-    tmp_path: Path, stream_of: Any, tokenizer: Tokenizer, ranks: int
-) -> None:
-    folder, texts = three_files(tmp_path / "s")
-    expected = packed(texts, tokenizer)
-    parts = [np.concatenate(read_all(stream_of(folder, r, ranks), 2)) for r in range(ranks)]
-    for rank, part in enumerate(parts):
-        assert (part == expected[rank::ranks][: len(part)]).all()
-    joined = np.stack(parts, axis=1).reshape(-1, S + 1)
-    assert len(expected) - len(joined) < 2 * ranks
-    digest, whole = TokenDigest(), TokenDigest()
-    digest.update(joined[:240])
-    whole.update(expected[:240])
-    assert digest.hexdigest() == whole.hexdigest()
-
-
-def test_a_cursor_goes_on_anywhere_with_any_ranks_and_reads_nothing_before_it(
+def test_a_cursor_goes_on_anywhere_and_reads_nothing_before_it(
     tmp_path: Path, stream_of: Any, tokenizer: Tokenizer
 ) -> None:
     folder, texts = three_files(tmp_path / "s")
@@ -116,9 +96,6 @@ def test_a_cursor_goes_on_anywhere_with_any_ranks_and_reads_nothing_before_it(
         ).all()
         assert len(rest) == len(states) - 1 - number
         assert stream.found() == end
-    two = stream_of(folder, 1, 2)
-    two.load_state_dict(json.loads(states[4]))
-    assert (two.next_batch(3) == expected[24:30][1::2]).all()
 
 
 def test_what_stands_before_a_cursor_is_not_fetched(

@@ -2,7 +2,8 @@
 
 Sequence i is a function of the stream and i alone: the documents that train, each after the
 end-of-document id, in the order of the stream, cut into windows of S + 1 ids, a new one every S
-ids. Of R processes, process r takes the sequences i with i mod R = r, whatever R is.
+ids. So several processes that train one model read all the windows of an update, and each trains
+those that are its own (`parallel.Team.rows`).
 
 Between two windows one document is open at most: the position of its row and how many of its ids
 are used are all that a checkpoint needs, beside what was counted.
@@ -115,9 +116,7 @@ class DocumentStream:
     seq_len: int
     identity: dict[str, Any]
     passing: Passing
-    rank: int = 0
-    ranks: int = 1
-    sequence: int = field(init=False, default=0)  # the next one of the global order
+    sequence: int = field(init=False, default=0)  # the next one
     counts: Counts = field(init=False, default_factory=Counts)
 
     windows_per_epoch: int | None = field(init=False, default=None)
@@ -132,12 +131,12 @@ class DocumentStream:
         return 0.0
 
     def has_next(self, count: int) -> bool:
-        """Whether the stream holds `count` more windows for each process; reads on to tell.
+        """Whether the stream holds `count` more windows; reads on to tell.
 
         Raises:
             DataError: the stream cannot be read on, or has changed.
         """
-        needed = count * self.ranks * self.seq_len + 1
+        needed = count * self.seq_len + 1
         while len(self._open) + self._ahead_ids < needed:
             batch = next(self._reading, None)
             if batch is None:
@@ -147,7 +146,7 @@ class DocumentStream:
         return True
 
     def next_batch(self, count: int) -> Windows:
-        """The next `count` windows of this process [count, S + 1]; the stream moves on.
+        """The next `count` windows [count, S + 1]; the stream moves on.
 
         Raises:
             DataError: the stream ends before, cannot be read on, or has changed.
@@ -156,14 +155,13 @@ class DocumentStream:
             problem = f"the stream ends after {self.sequence:,} sequences and a part of an update"
             allowed = "fewer training.steps, or 0: to the end of the stream"
             raise DataError.at("data (fineweb)", problem, None, allowed)
-        total = count * self.ranks
-        batch = np.empty((total, self.seq_len + 1), np.int64)
+        batch = np.empty((count, self.seq_len + 1), np.int64)
         begun: list[str] = []
-        for row in range(total):
+        for row in range(count):
             batch[row] = self._window(begun)
-        self.sequence += total
+        self.sequence += count
         self.passing.see(begun)
-        return batch[self.rank :: self.ranks]
+        return batch
 
     def interrupt_by(self, check: Callable[[], None]) -> None:
         """`check` is called while a server is waited for, and may raise."""
