@@ -123,12 +123,15 @@ def scaling(begun: dict[str, Ran], one: Ran) -> list[str]:
     rows = [compared(n, run, one) for n, run in begun.items() if "dying" not in n]
     speeds = [row.tokens_per_s for row in rows if row.tokens_per_s]
     assert len(speeds) == len(rows)
+    timed = one.record.effective.interval
+    assert timed
     lines = [
         "## The same run on 1, 2 and 4 processes",
         "",
-        "One spec with `training.global_batch_size`, on one thread for each process. `Apart` is "
-        "the largest relative difference to one process, over all steps (train) and evaluations "
-        "(held out); digests of the token order are equal in all rows.",
+        "One spec with `training.global_batch_size`, on one thread for each process; speed over "
+        f"steps {timed.first_step} to {timed.last_step}. `Apart` is the largest relative "
+        "difference to one process, over all steps (train) and evaluations (held out); digests of "
+        "the token order are equal in all rows.",
         "",
         "| trained as | tokens/s | to one process | train NLL apart | held-out NLL apart |",
         "| --- | --- | --- | --- | --- |",

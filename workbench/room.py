@@ -56,6 +56,8 @@ def require_room(
 def _saves(spec: RunSpec, steps: int | None) -> int:
     """The most checkpoints that the run can come to save."""
     every = spec.checkpoint.save_steps
-    if spec.checkpoint.save_minutes or steps is None:
+    if steps is None:
         return spec.checkpoint.save_total_limit + 1
+    if spec.checkpoint.save_minutes:
+        return steps
     return 1 + (steps - 1) // every if every else 1
