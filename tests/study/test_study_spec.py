@@ -11,6 +11,7 @@ from small_studies import ARMS, arms_with, write_study
 
 from workbench import commands
 from workbench.answers import Answer
+from workbench.cli import _guarded
 from workbench.errors import RefusedError, UserError
 from workbench.spec.checklist import tag_of
 from workbench.spec.load import load_spec
@@ -39,6 +40,16 @@ def check_faults(folder: Path, **changes: Any) -> list[str]:
     with pytest.raises(UserError) as caught:
         check_study(study, Store(folder / "mlruns")).require()
     return [str(fault) for fault in caught.value.faults]
+
+
+def test_a_study_where_a_run_is_meant_and_the_reverse_name_the_command(tmp_path: Path) -> None:
+    study = write_study(tmp_path, "two words").rename(tmp_path / "two words.yaml")
+    with pytest.raises(UserError, match="this is a study .*: wb study run '.*two words.yaml' t"):
+        load_spec(study)
+    with pytest.raises(UserError, match="one run: wb run .*base.yaml trains it; allowed: a study"):
+        load_study(tmp_path / "base.yaml")
+    for command in (["run", str(study)], ["study", "run", str(tmp_path / "base.yaml")]):
+        assert _guarded(command) == 2
 
 
 def test_a_study_is_the_specs_of_its_arms_under_every_seed(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Page:
     address: str
     ids: dict[str, str]
     folder: Path
+    first: str  # what `wb ui` says that one should open
 
     def open(self, route: str, *expected: str) -> str:
         """Opens a page, waits for these words, and returns its text."""
@@ -158,12 +159,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     browser = None
     try:
         assert server.stdout is not None
-        address = server.stdout.readline().strip().partition("/#/")[0]
+        first = server.stdout.readline().strip()
+        address = first.partition("/#/")[0]
         assert address.startswith("http://127.0.0.1:")
         service = webdriver.ChromeService(executable_path=DRIVER)
         browser = webdriver.Chrome(options=options, service=service)
         browser.set_page_load_timeout(SECONDS)
-        yield Page(browser, address, ids, folder)
+        yield Page(browser, address, ids, folder, first)
     finally:
         if browser is not None:
             browser.quit()
@@ -191,6 +193,24 @@ def test_runs_stand_under_their_study_and_a_failed_one_shows_it(page: Page) -> N
     }
     assert _paths(icons["routing-dense-s1"]) == _paths(icons["routing-dense-s2"])
     assert _paths(icons["wild"]) != _paths(icons["routing-dense-s1"])
+
+
+def test_the_first_page_has_the_held_out_loss_as_a_column(page: Page) -> None:
+    page.browser.get("about:blank")
+    page.browser.get(page.first)
+    page.see("held_out/nll", "routing", "wild")
+    row = f'[row-id="{page.ids["routing"]}"]'
+    page.browser.find_element("css selector", f'{row} [col-id*="Run Name"] button').click()
+    for name in ("routing-dense-s1", "routing-routed-s2"):
+        record = read_record(page.folder / "mlruns" / "runs" / name)
+        cell = f'[row-id="{page.ids[name]}"] [col-id="metrics.`held_out/nll`"]'
+        text = page.until(
+            lambda cell=cell: str(page.browser.find_element("css selector", cell).text),
+            lambda said: said.strip() not in ("", "-"),
+            cell,
+        )
+        assert abs(float(text) - record.results.final["held_out/nll"]) < 0.01
+    page.shoot("columns")
 
 
 def _paths(html: str) -> list[str]:

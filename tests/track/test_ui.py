@@ -75,7 +75,8 @@ sys.exit(ui(Store({str(store.home)!r}), port=0, say=lambda text: print(text, flu
 def _push_over_http(store: Store, address: str, route: str) -> None:
     """A run with NaN, infinity and an empty parameter goes through MLflow's server as well."""
     target = connect(address, store, "workbench")
-    assert route == f"experiments/{target.experiment_id}/runs?workflowType=machine_learning"
+    view = "viewStateShareKey=workbench&workflowType=machine_learning"
+    assert route == f"experiments/{target.experiment_id}/runs?{view}"
     folder, record, _ = make_run(store, "over-http", 9)
     end_run(folder, record)
     position = Feed(folder, target).push()
@@ -86,6 +87,8 @@ def _push_over_http(store: Store, address: str, route: str) -> None:
     with urllib.request.urlopen(query, timeout=20) as answer:
         tags = json.load(answer)["experiment"]["tags"]
     assert {"key": "mlflow.experimentKind", "value": "custom_model_development"} in tags
+    (view,) = (tag["value"] for tag in tags if tag["key"] == "mlflow.sharedViewState.workbench")
+    assert json.loads(view)["selectedColumns"][0] == "metrics.`held_out/nll`"
     get = f"{address}/get-artifact?path=metrics.csv&run_uuid={position.run_id}"
     with urllib.request.urlopen(get, timeout=20) as answer:
         assert answer.read() == (folder / "metrics.csv").read_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,10 @@ def load_spec(path: Path, overrides: list[str] | None = None) -> RunSpec:
     if is_cluster_plan(source.values):
         message = "this is a cluster plan: wb plan checks it, and nothing here launches it"
         raise UserError.at(str(path), message, None, "a run spec")
+    if is_study(source.values):
+        name = shlex.quote(str(path))
+        message = f"this is a study of several runs: wb study run {name} trains them"
+        raise UserError.at(str(path), message, None, "a run spec")
     source.values.setdefault("name", path.stem)
     apply_overrides(source, overrides or [])
     return validate(source)
@@ -78,6 +83,16 @@ def is_cluster_plan(values: Mapping[str, Any]) -> bool:
     """Whether a file's values are those of a cluster plan, right or wrong: its sections `parallel`
     and `run` are no run spec's."""
     return "parallel" in values or ("run" in values and "data" not in values)
+
+
+def is_study(values: Mapping[str, Any]) -> bool:
+    """Whether a file's values are those of a study, right or wrong: no run spec has arms."""
+    return "arms" in values or {"base", "seeds"} <= values.keys()
+
+
+def is_run_spec(values: Mapping[str, Any]) -> bool:
+    """Whether a file's values are those of a run spec, right or wrong, and not of a study."""
+    return not is_study(values) and not {"model", "data", "training"}.isdisjoint(values)
 
 
 def apply_overrides(source: Source, overrides: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from workbench.spec.consistency import NAME
 from workbench.spec.load import (
     Source,
     anchor,
+    is_run_spec,
     place_of,
     read_mapping,
     read_source,
@@ -200,6 +202,9 @@ def load_study(path: Path) -> Study:
             line, the field path, the value and what is allowed.
     """
     source = read_mapping(path)
+    if is_run_spec(source.values):
+        message = f"this is the spec of one run: wb run {shlex.quote(str(path))} trains it"
+        raise UserError.at(str(path), message, None, "a study, with base, arms and seeds")
     source.values.setdefault("name", SUFFIX.sub("", path.name))
     arms = source.values.get("arms")
     if isinstance(arms, dict):

@@ -34,8 +34,21 @@ STATUS_TAG = "workbench.status"
 NAMES_TAG = "workbench.renamed"
 SPEC_FILE = "spec.yaml"
 
+# The columns of MLflow's table of runs, where it is opened with `viewStateShareKey=VIEW`: by itself
+# it shows none of what a run came to.
+VIEW = "workbench"
+_COLUMNS = (
+    "metrics.`held_out/nll`",
+    "metrics.`train_split/nll`",
+    "params.`seed`",
+    "attributes.`Dataset`",
+)
+
 # MLflow 3.17 opens an experiment in its view for language-model applications unless told.
-EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    f"mlflow.sharedViewState.{VIEW}": json.dumps({"selectedColumns": _COLUMNS}),
+}
 EXPERIMENT_NAME_TAG = "workbench.experiment"  # where the name had to be written otherwise
 
 # A row's tokens are the metric by which a server is asked what it has.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from workbench.errors import StoreError, UserError
-from workbench.track.mlflow_fields import experiment_tags, safe_experiment
+from workbench.track.mlflow_fields import VIEW, experiment_tags, safe_experiment
 from workbench.track.mlflow_store import store_database
 from workbench.track.store import Store
 
@@ -55,7 +55,8 @@ def ui(
                 server = _start(store, host, port, log)
                 _wait_until_it_answers(server, address, log)
                 experiment_id = _experiment_id(address, store, experiment)
-            say(f"{address}/#/experiments/{experiment_id}/runs?workflowType=machine_learning")
+            view = f"viewStateShareKey={VIEW}&workflowType=machine_learning"
+            say(f"{address}/#/experiments/{experiment_id}/runs?{view}")
             if not _is_loopback(host):
                 say(f"Listening on {host}: whoever reaches this machine can read and change runs")
             say("Ctrl-C ends it")
