@@ -216,7 +216,8 @@ def tutorial_lines(times: Path | None) -> list[str]:
     lines = ["| section | seconds |", "| --- | ---: |"]
     lines += [f"| {title} | {value:,.0f} |" for title, value in seconds.items()]
     total = sum(seconds.values())
-    lines += ["", f"All of its commands take {total / 60:.1f} minutes, without reading."]
+    cores = f"{found['cores']} cores"
+    lines += ["", f"All of its commands take {total / 60:.1f} minutes on {cores}, without reading."]
     if last is not None:
         until = sum(seconds[title] for title in titles[: last + 1])
         lines[-1] = f"From install to the comparison: {until / 60:.1f} minutes. {lines[-1]}"

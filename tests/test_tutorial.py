@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,22 @@ def test_blocks_go_on_where_the_last_ended_and_a_wrong_end_is_seen(tmp_path: Pat
             run_block(Block("Three", commands, code, expected), state, tmp_path)
     with pytest.raises(ValueError, match="does not belong"):
         blocks("## A\n```text\nx\n```\n")
+
+
+def test_a_newcomers_shell_has_python_and_nothing_of_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where git itself runs the tests, and where no `python3` is on the path."""
+    for name in ("PYTHONPATH", "WB_HOME", "MLFLOW_TRACKING_URI", "GIT_DIR", "PYTEST_ADDOPTS"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("PATH", os.pathsep.join([f"{sys.prefix}/bin/", "/usr/bin", "/bin"]))
+    said = 'python3 -c "import sys; print(sys.base_prefix, sys.version_info[:2])"\n'
+    said += "env | cut -d= -f1 | sort\ngit init -q x && git -C x rev-parse --show-toplevel\n"
+    printed = run_block(Block("One", said, 0, None), tmp_path / "state.sh", tmp_path).printed
+    first, *names = printed.splitlines()
+    assert first == f"{sys.base_prefix} {tuple(sys.version_info[:2])}"
+    assert not {"PYTHONPATH", "WB_HOME", "MLFLOW_TRACKING_URI", "GIT_DIR"} & set(names)
+    assert names[-1] == str(tmp_path / "x")
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 MINUTES = 30
 _DECIMAL = re.compile(r"[-+]?\d[\d,]*\.\d+")
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Which settings a newcomer's shell has not.
-_OURS = ("PYTHONPATH", "VIRTUAL_ENV", "WB_HOME", "WB_MLFLOW_WAIT", "MLFLOW_TRACKING_URI")
+# Which settings a newcomer's shell has not, by how they begin.
+_OURS = ("PYTHON", "VIRTUAL_ENV", "WB_", "MLFLOW_", "GIT_", "OMP_", "GOMP_", "PYTEST_", "COVERAGE_")
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,14 @@ def run_tutorial(folder: Path) -> Iterator[Done]:
 
 
 def _environment() -> dict[str, str]:
-    """That of a new shell, with a name for git."""
-    own = {key: value for key, value in os.environ.items() if key not in _OURS}
-    here = str(Path(sys.prefix, "bin"))
-    own["PATH"] = os.pathsep.join(p for p in own["PATH"].split(os.pathsep) if p != here)
+    """That of a new shell, with a name for git: its Python is the one below this environment."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+    here = Path(sys.prefix, "bin").resolve()
+    found = [p for p in own.get("PATH", os.defpath).split(os.pathsep) if Path(p).resolve() != here]
+    own["PATH"] = os.pathsep.join([str(Path(sys.base_prefix, "bin")), *found])
     who = {"NAME": "A Newcomer", "EMAIL": "newcomer@example.org"}
-    return own | {f"GIT_{r}_{k}": v for r in ("AUTHOR", "COMMITTER") for k, v in who.items()}
+    own |= {f"GIT_{r}_{k}": v for r in ("AUTHOR", "COMMITTER") for k, v in who.items()}
+    return own | {"GIT_CONFIG_GLOBAL": os.devnull}
 
 
 def times(done: list[Done]) -> dict[str, float]:

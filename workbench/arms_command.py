@@ -170,6 +170,8 @@ def _arms(
     if request.arms:
         return _named_arms(request, store)
     names = _names(request)
+    if request.a_tags or request.b_tags:
+        entries = [*entries, *_of_the_server(store, entries)]
     found: dict[str, list[RunEntry]] = {}
     for option, name, runs, tags in (
         ("--a", names[0], request.a, request.a_tags),
@@ -177,7 +179,10 @@ def _arms(
     ):
         group = [readable(find_run(store, text, whole=True)) for text in _split(runs)]
         if tags:
-            group += _tagged(f"{option}-tag", tags, entries)
+            group += [
+                one if one.folder.parent == store.runs else find_run(store, _id_of(one), whole=True)
+                for one in _tagged(f"{option}-tag", tags, entries)
+            ]
         if not group:
             message = "this arm has no runs"
             raise UserError.at(option, message, None, f"{option} RUN... or {option}-tag KEY=VALUE")
@@ -215,6 +220,21 @@ def _named_arms(request: ArmsRequest, store: Store) -> dict[str, list[RunEntry]]
     return found
 
 
+def _of_the_server(store: Store, entries: Sequence[RunEntry]) -> list[RunEntry]:
+    """The runs that the server alone has: a tag means those of the others as well."""
+    from workbench.track.server_runs import other_runs
+
+    others, faults = other_runs(store, entries)
+    for fault in faults:
+        say(f"not looked at: {fault}")
+    return others
+
+
+def _id_of(entry: RunEntry) -> str:
+    assert entry.record
+    return entry.record.id
+
+
 def _tagged(option: str, tags: Sequence[str], entries: Sequence[RunEntry]) -> list[RunEntry]:
     """The runs whose `tracking.tags` have all of these."""
     wanted: dict[str, str] = {}
@@ -228,7 +248,7 @@ def _tagged(option: str, tags: Sequence[str], entries: Sequence[RunEntry]) -> li
         known = sorted(
             {f"{k}={v}" for entry in entries if entry.record for k, v in _tags(entry).items()}
         )
-        allowed = ", ".join(known[:20]) or "no run of the store has a tag (tracking.tags)"
+        allowed = ", ".join(known[:20]) or "no run has a tag (tracking.tags)"
         raise UserError(Fault(option, "no run has this", " ".join(tags), allowed))
     return [readable(entry) for entry in found]
 

@@ -56,10 +56,11 @@ def evaluate(
     prepare_process()  # before torch is loaded
     from workbench.core.device import device_named
     from workbench.evaluate_run import evaluate_run, render
+    from workbench.track.server_runs import find_own
     from workbench.track.store import Store
 
     store = Store()
-    entry = readable(store.find_run(run))
+    entry = readable(find_own(store, run, "its checkpoints are not"))
     chosen = device_named(device) if device else None
     outcome = evaluate_run(
         entry,

@@ -27,10 +27,11 @@ def export(
     Example: wb export quickstart --out quickstart-weights
     """
     from workbench.process import prepare_process
+    from workbench.track.server_runs import find_own
     from workbench.track.store import Store
 
-    entry = readable(Store().find_run(run))
     prepare_process()  # before torch is loaded
+    entry = readable(find_own(Store(), run, "its checkpoints are not"))
     from workbench.export import export as write
 
     assert entry.record

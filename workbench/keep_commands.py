@@ -33,10 +33,11 @@ def verify(
 
     prepare_process()  # before torch is loaded
     from workbench import verify as verifying
+    from workbench.track.server_runs import find_run
     from workbench.track.store import Store
 
     store = Store()
-    entry = readable(store.find_run(run))
+    entry = readable(find_run(store, run, whole=True))
     if entry.status == "RUNNING":
         raise UserError.at(entry.name, "this run is still going", None, "a run that has ended")
     assert entry.record is not None
@@ -60,11 +61,13 @@ def sync(
     """
     from workbench.track.feeder import send_run
     from workbench.track.parents import send_study
+    from workbench.track.server_runs import find_own
     from workbench.track.store import Store
     from workbench.track.trash import in_trash, tell_removed
 
     store = Store()
-    entries = [store.find_run(name) for name in runs] if runs else store.list_runs()
+    why = "which has all that was sent"
+    entries = [find_own(store, name, why) for name in runs] if runs else store.list_runs()
     done: dict[str, str] = {}
     for entry in entries:
         if entry.record is None and not runs:

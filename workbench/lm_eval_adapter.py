@@ -33,6 +33,7 @@ from workbench.core.precision import operands
 from workbench.core.train import loss_settings
 from workbench.errors import UserError
 from workbench.evaluate_run import open_run
+from workbench.track.server_runs import find_own
 from workbench.track.store import Store
 
 BLOCK = 16384  # entries of the vocabulary whose logits exist at a time
@@ -62,7 +63,8 @@ class WorkbenchLM(LM):
             UserError: there is no such run or checkpoint, or it cannot be used.
         """
         store = Store()
-        opened = open_run(store.find_run(run), store, step, device)
+        entry = find_own(store, run, "its checkpoints are not")
+        opened = open_run(entry, store, step, device)
         return cls(opened.loaded, opened.tokenizer)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:

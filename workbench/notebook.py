@@ -13,12 +13,14 @@ In a cell::
 
 What they return shows itself as a table where it is the last value of a cell. The judge is that of
 `wb compare`: the same runs and options give the same verdict and the same numbers. Nothing here
-trains, writes or talks to a server.
+trains. A run that the store does not have is looked for at the server that MLFLOW_TRACKING_URI
+names, as the commands do, and its files are kept in the store's cache.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -150,11 +152,13 @@ def load_run(
         run: text is a name or the like; a path, or text with a slash in it, is a run's folder. A
             run that was loaded before is loaded again, as it is now.
         store: the store to look in, or its folder; by default that of `wb`: `WB_HOME`, else
-            `mlruns` of the nearest parent folder that has one.
+            `mlruns` of the nearest parent folder that has one. Where it has no such run, the
+            server that MLFLOW_TRACKING_URI names is asked.
 
     Raises:
-        UserError: there is no such run, more than one is meant, or its record is damaged.
-        StoreError: the store cannot be read.
+        UserError: there is no such run, more than one is meant, or its record is damaged or, on a
+            server, another than the one that was logged.
+        StoreError: the store or the server cannot be read.
     """
     entry = _find(run, store)
     if entry.record is None:
@@ -167,6 +171,7 @@ def load_runs(
     pattern: str = "*",
     *,
     study: str | None = None,
+    server: bool = False,
     store: Store | str | os.PathLike[str] | None = None,
 ) -> Runs:
     """The runs of the store, the newest first; those with a damaged record are left out.
@@ -174,17 +179,35 @@ def load_runs(
     Args:
         pattern: of their names, as a shell has it: `100m_*`.
         study: only the runs that this study planned.
+        server: also the ended runs of the server that MLFLOW_TRACKING_URI names; those that are
+            returned are fetched whole. A warning names the runs whose files were changed there.
         store: as for `load_run`.
 
     Raises:
-        StoreError: the store cannot be read.
+        UserError: `server`, and none is named.
+        StoreError: the store or the server cannot be read.
     """
+    where = _store(store)
+    entries = where.list_runs()
+
+    def is_meant(record: RunRecord, name: str) -> bool:
+        planned = study is None or (record.study or ("",))[0] == study
+        return planned and fnmatchcase(name, pattern)
+
+    if server:
+        from workbench.track.server_runs import other_runs, server_address
+
+        if server_address() is None:
+            message = "no server is named to look for runs at"
+            raise UserError.at("load_runs", message, None, "MLFLOW_TRACKING_URI in the environment")
+        others, faults = other_runs(where, entries, lambda record: is_meant(record, record.name))
+        entries += others
+        for fault in faults:
+            warnings.warn(f"left out: {fault}", stacklevel=2)
     return Runs(
         Run(entry.folder, entry.record, entry.status or "RUNNING")
-        for entry in _store(store).list_runs()
-        if entry.record is not None
-        and fnmatchcase(entry.name, pattern)
-        and (study is None or (entry.record.study or ("",))[0] == study)
+        for entry in entries
+        if entry.record is not None and is_meant(entry.record, entry.name)
     )
 
 
@@ -334,7 +357,9 @@ def _find(
     if isinstance(run, Run):
         return read_entry(run.folder)
     if isinstance(run, str) and os.sep not in run:
-        return _store(store).find_run(run)
+        from workbench.track.server_runs import find_run
+
+        return find_run(_store(store), run, whole=True)
     folder = Path(run).expanduser()
     if not (folder / RECORD).is_file():
         raise UserError.at(str(folder), f"there is no {RECORD} in it", None, "the folder of a run")

@@ -25,6 +25,7 @@ from workbench.track.record import (
     read_record,
 )
 from workbench.track.rewind import copy_history, rewind
+from workbench.track.server_runs import find_own
 from workbench.track.store import METRICS, RECORD, Store, effective_status, lock_run, release_run
 
 Say = Callable[[str], None]
@@ -210,7 +211,7 @@ def _source(request: ResumeRequest, name: str, store: Store) -> tuple[Path | Non
         return folder, path.resolve()
     if "/" in source:
         raise UserError.at("--resume", "there is no checkpoint here", source, "a run, or a path")
-    return store.find_run(source).folder, None
+    return find_own(store, source, "its checkpoints are not").folder, None
 
 
 def _checkpoint(folder: Path, path: Path | None, say: Say) -> Saved | None:

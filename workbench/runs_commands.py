@@ -43,10 +43,12 @@ def remove(
     Example: wb runs rm quickstart-s43
     """
     from workbench.track import trash
+    from workbench.track.server_runs import find_own
     from workbench.track.store import Store
 
     store = Store()
-    entries = list({entry.folder: entry for entry in map(store.find_run, runs)}.values())
+    found = [find_own(store, text, "and is removed there, by MLflow's own means") for text in runs]
+    entries = list({entry.folder: entry for entry in found}.values())
     trash.require_removable(entries)
     plans = _plans(entries, store)
     if plans and not planned:

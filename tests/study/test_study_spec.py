@@ -44,9 +44,11 @@ def check_faults(folder: Path, **changes: Any) -> list[str]:
 
 def test_a_study_where_a_run_is_meant_and_the_reverse_name_the_command(tmp_path: Path) -> None:
     study = write_study(tmp_path, "two words").rename(tmp_path / "two words.yaml")
-    with pytest.raises(UserError, match="this is a study .*: wb study run '.*two words.yaml' t"):
+    with pytest.raises(UserError, match=r"this is a study .*: wb study run '.*two words\.yaml' t"):
         load_spec(study)
-    with pytest.raises(UserError, match="one run: wb run .*base.yaml trains it; allowed: a study"):
+    with pytest.raises(
+        UserError, match=r"one run: wb run .*base\.yaml trains it; allowed: a study"
+    ):
         load_study(tmp_path / "base.yaml")
     for command in (["run", str(study)], ["study", "run", str(tmp_path / "base.yaml")]):
         assert _guarded(command) == 2

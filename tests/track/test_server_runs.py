@@ -16,7 +16,10 @@ import pytest
 from mlflow_servers import Server
 from tiny_runs import DENSE, tiny_spec, untracked_run
 
+from workbench import compare_runs as api_compare
+from workbench import load_run, load_runs, to_frame
 from workbench.answers import Answer
+from workbench.cli import _guarded
 from workbench.commands import list_runs, show
 from workbench.compare import compare_runs
 from workbench.compare_command import compare
@@ -49,7 +52,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
     target = connect(store.tracking_uri, store, "theirs")
     artifacts = {}
     for name, model in (("far-routed", {}), ("far-dense", {"mlp_type": "dense"} | DENSE)):
-        spec = tiny_spec(folder, name, model=model, tracking={"experiment": "theirs"})
+        tracking = {"experiment": "theirs", "tags": {"arm": name}}
+        spec = tiny_spec(folder, name, model=model, tracking=tracking)
         run = untracked_run(spec, store)
         position = Feed(run.folder, target).push()
         where = target.client.get_run(position.run_id).info.artifact_uri
@@ -105,6 +109,77 @@ def test_they_are_listed_shown_and_compared(
     assert "comparisons" in names
     assert find_run(here, "far-routed", whole=True).record == own
     assert not here.runs.exists()
+
+
+def test_from_python_they_are_loaded_and_compared(here: Store, elsewhere: Elsewhere) -> None:
+    own = elsewhere.store.find_run("far-routed")
+    run = load_run("far-routed")
+    assert run.record == own.record
+    assert run.curve("train/nll") == load_run(own.folder).curve("train/nll")
+    assert to_frame(run).equals(to_frame(load_run(own.folder)))
+    found = api_compare("far-routed", "far-dense", treatment=["model"])
+    there = [elsewhere.store.find_run(name).folder for name in ("far-routed", "far-dense")]
+    assert found.to_json() == compare_runs(*there, treatment=["model"]).to_json()
+    assert load_runs() == ()
+    both = load_runs("far-*", server=True)
+    assert {one.name for one in both} == {"far-routed", "far-dense"}
+    assert len(to_frame(load_runs("far-d*", server=True)[0])) > 0
+
+
+def test_what_a_server_named_nowhere_cannot_give_is_said(
+    here: Store, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed("run_config.json", b"{}")
+    with pytest.warns(UserWarning, match="left out: .*far-dense: run_config.json"):
+        assert [one.name for one in load_runs(server=True)] == ["far-routed"]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(UserError, match="allowed: MLFLOW_TRACKING_URI in the environment"):
+        load_runs(server=True)
+
+
+def test_a_tag_means_runs_of_the_server_as_well(
+    here: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--a-tag", "arm=far-routed", "--b-tag", "arm=far-dense"]
+    assert _guarded([*words, "--treatment", "model", "--json"]) == 0
+    arms = json.loads(capsys.readouterr().out)["arms"]
+    names = {name: [run["name"] for run in arm["runs"]] for name, arm in arms.items()}
+    assert names == {name: [name] for name in ("far-routed", "far-dense")}
+    assert _guarded(["compare", "--a-tag", "arm=none", "--b-tag", "arm=far-dense"]) == 2
+    assert "allowed: arm=far-dense, arm=far-routed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval", "far-dense", "--set", "x={text}"], "its checkpoints are not"),
+        (["export", "far-dense", "--out", "{out}"], "its checkpoints are not"),
+        (["runs", "rm", "far-dense"], "is removed there"),
+        (["sync", "far-dense"], "has all that was sent"),
+        (["run", "{spec}", "--resume", "far-dense"], "its checkpoints are not"),
+    ],
+)
+def test_what_needs_more_than_a_server_has_says_where_it_is_possible(
+    here: Store, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "far-dense.yaml"
+    spec.write_text(tiny_spec(tmp_path, "far-dense").model_dump_json())
+    (tmp_path / "text.txt").write_text("some text")
+    places = {"text": tmp_path / "text.txt", "out": tmp_path / "out", "spec": spec}
+    assert _guarded([word.format(**places) for word in words]) == 2
+    found = capsys.readouterr().err
+    assert "run: this run is at sqlite:" in found
+    assert said in found
+    assert f"or here with its folder in {here.runs}" in found
+    assert "Traceback" not in found
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_the_server_is_trained_again(
+    here: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _guarded(["verify", "far-dense", "--steps", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "bit for bit"
 
 
 def test_what_the_store_has_is_not_asked_for(

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from workbench.track.feeder import short_reason
 from workbench.track.mlflow_fields import RUN_ID_TAG
 from workbench.track.position import POSITION, Position
 from workbench.track.provenance import redact
-from workbench.track.record import read_record, write_json
+from workbench.track.record import RunRecord, read_record, write_json
 from workbench.track.server_files import FETCHED, FILES, FILES_TAG, read_list
 from workbench.track.store import RECORD, RunEntry, Store
 
@@ -189,9 +189,7 @@ def find_run(store: Store, text: str, whole: bool = False) -> RunEntry:
             raise
         server = Server(address, store)
         every = server.runs()
-        exact = [run for run in every if text in (run.name, run.id)]
-        begins = [run for run in every if run.name.startswith(text) or run.id.startswith(text)]
-        meant = exact or (begins if text else [])
+        meant = _meant(every, text)
         if not meant:
             fault = error.faults[0]
             message = f"{fault.message}, nor at {server.place}"
@@ -203,12 +201,54 @@ def find_run(store: Store, text: str, whole: bool = False) -> RunEntry:
         return server.entry(meant[0], whole)
 
 
+def find_own(store: Store, text: str, why: str) -> RunEntry:
+    """The run of the store, as `Store.find_run` has it, for what needs more than a server keeps.
+
+    Args:
+        why: what is said of a run that the server alone has, such as "its checkpoints are not".
+
+    Raises:
+        UserError: no run of the store is meant, or more than one.
+    """
+    try:
+        return store.find_run(text)
+    except UserError as error:
+        address = server_address()
+        if address is None or any(_is_meant(e.name, text) for e in store.list_runs()):
+            raise
+        server = Server(address, store)
+        try:
+            elsewhere = _meant(server.runs(), text)
+        except StoreError:
+            raise error from None
+        if not elsewhere:
+            raise
+        message = f"this run is at {server.place}, {why}"
+        allowed = f"where it was trained, or here with its folder in {store.runs}"
+        raise UserError.at("run", message, text, allowed) from None
+
+
+def _meant(runs: Sequence[ServerRun], text: str) -> list[ServerRun]:
+    """Those of this name or id, else those whose name or id begins so."""
+    exact = [run for run in runs if text in (run.name, run.id)]
+    begins = [run for run in runs if run.name.startswith(text) or run.id.startswith(text)]
+    return exact or (begins if text else [])
+
+
 def _is_meant(name: str, text: str) -> bool:
     return bool(text) and name.startswith(text)
 
 
-def other_runs(store: Store, known: Sequence[RunEntry]) -> tuple[list[RunEntry], list[str]]:
+def other_runs(
+    store: Store,
+    known: Sequence[RunEntry],
+    whole: Callable[[RunRecord], bool] = lambda record: False,
+) -> tuple[list[RunEntry], list[str]]:
     """The runs of the server that the store does not have, and what is wrong with the rest.
+
+    Args:
+        known: the runs that the store has.
+        whole: of which all that was logged is fetched, and not the record alone.
 
     Raises:
         StoreError: the server cannot be reached.
@@ -224,7 +264,9 @@ def other_runs(store: Store, known: Sequence[RunEntry]) -> tuple[list[RunEntry],
         if run.id in have:
             continue
         try:
-            entries.append(server.entry(run, whole=False))
+            entry = server.entry(run, whole=False)
+            assert entry.record
+            entries.append(server.entry(run, whole=True) if whole(entry.record) else entry)
         except UserError as error:
             faults.append(str(error))
     return entries, faults
