@@ -1,17 +1,19 @@
 """Trains one spec with several processes over gloo, forked from one that has torch loaded.
 
 `python tests/ranks.py FOLDER` reads `cases.json` there, a list of `{"name", "processes", "spec",
-"options", "kill", "run", "launched"}`, and runs one after the other, each with `runs/RUN` as its
-run (or `runs/NAME`). `launched`: one process as torchrun starts it. `kill` is `[rank, step]`: that
-process ends itself by SIGKILL after that step. Prints one JSON document: of each case the exit
-codes by rank, the seconds it took, what each rank said, the record that was there when it ended,
-and the seconds from the kill to then. A rank ends as any interpreter does, so that what its end
-comes to shows in its exit code.
+"options", "kill", "poison", "run", "launched"}`, and runs one after the other, each with `runs/RUN`
+as its run (or `runs/NAME`). `launched`: one process as torchrun starts it. `kill` is
+`[rank, step]`: that process ends itself by SIGKILL after that step. `poison` is
+`[rank, step, what]`: there the `gradient` is NaN from a block on, or the hidden states, and so the
+`loss`, are infinite. Prints one JSON document: of each case the exit codes by rank, the seconds it
+took, what each rank said, the record that was there when it ended, and the seconds from the kill to
+then. A rank ends as any interpreter does, so that what its end comes to shows in its exit code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -25,8 +27,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as `wb` does
 
 import matplotlib.figure  # noqa: F401
+import torch
 import torch._inductor
-import torch.distributed  # noqa: F401
+import torch.distributed
 
 from workbench import run as runner
 from workbench.cli import main as wb
@@ -84,6 +87,8 @@ def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
     if case.get("kill") and case["kill"][0] == rank:
         for kind in (Recorder, Follower):
             kind.flush = _killing(kind.flush, case["kill"][1], folder / f"{case['name']}.killed")  # type: ignore[method-assign]
+    if case.get("poison") and case["poison"][0] == rank:
+        runner.build_model = _poisoned(runner.build_model, *case["poison"][1:])
     said = os.open(_said(folder, case, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -100,6 +105,28 @@ def _killing(flush: Any, step: int, mark: Path) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return after
+
+
+def _poisoned(build: Any, step: int, what: str) -> Any:
+    calls = [0]
+
+    def spoil(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        if not output.requires_grad:
+            return output  # an evaluation
+        calls[0] += 1
+        if calls[0] == step and what == "loss":
+            return output * math.inf
+        if calls[0] == step:
+            output.register_hook(lambda gradient: gradient * math.nan)
+        return output
+
+    def built(*given: Any, **options: Any) -> Any:
+        model = build(*given, **options)
+        place = model.norm if what == "loss" else model.layers[1].post_attention_layernorm
+        place.register_forward_hook(spoil)
+        return model
+
+    return built
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parquet_streams import three_files
 from tiny_runs import sections
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.ddp
 
 WHOLE = {"batch_size": None, "global_batch_size": 8, "steps": 20}
 RESUME = ["--resume"]
+PREFIX = "TrainingStoppedError: "
 SPEC: dict[str, Any] = {
     "training": WHOLE,
     "telemetry": {"log_steps": 1, "moe": True},
@@ -273,6 +275,43 @@ def test_experts_without_tokens_on_a_rank_neither_hang_nor_skew(tmp_path: Path) 
     cases = [{"name": f"on_{n}", "processes": n, "spec": whole} for n in (1, 4)]
     found = ran(tmp_path, cases)
     require_same_run(found["on_1"], found["on_4"])
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_on_one_rank_stops_all_before_the_update(tmp_path: Path) -> None:
+    """Each rank decides by the numbers of all, so that none goes on alone or waits for another."""
+    whole = spec_file(tmp_path, "whole", checkpoint={"save_steps": 1})
+    split = spec_file(
+        tmp_path,
+        "split",
+        training=WHOLE | {"parallel": "fsdp"},
+        checkpoint={"save_steps": 1},
+    )
+    cases = [
+        {"name": f"{what}_{rank}_{n}", "processes": 2, "spec": spec, "poison": [rank, 4, what]}
+        for n, (what, rank, spec) in enumerate(
+            [
+                ("gradient", 1, whole),
+                ("gradient", 0, whole),
+                ("loss", 1, whole),
+                ("gradient", 1, split),
+            ]
+        )
+    ]
+    for name, stopped in ran(tmp_path, cases).items():
+        assert stopped.codes == [4, 4], (name, stopped.said)
+        assert stopped.said[1] == "", "only rank zero speaks"
+        (error,) = [line for line in stopped.said[0].splitlines() if "not finite" in line]
+        assert error == f"error: {stopped.document['error'].removeprefix(PREFIX)}"
+        assert "step 4: loss or gradient is not finite" in error
+        what = "its norm is nan; gradients not finite in embed_tokens.weight"
+        assert (what if "gradient" in name else "the loss is ") in error
+        assert stopped.document["status"] == "FAILED"
+        assert stopped.rows("step") == [0, 1, 2, 3]
+        kept = sorted(path.name for path in (stopped.folder / "checkpoints").iterdir())
+        assert kept[-1] == "step_00000003"
+        weights = load_model(stopped.folder).model.parameters()
+        assert all(bool(torch.isfinite(weight).all()) for weight in weights)
 
 
 @pytest.mark.slow
