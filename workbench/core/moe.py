@@ -191,7 +191,8 @@ class TokenRouted(RoutedFeedForward):
         """As in the base class; also the weights of the routes."""
         super().set_values(values)
         weights = mixture(self.top_k, values.primary_weight)
-        self.route_weights.copy_(torch.tensor(weights))
+        for route, weight in enumerate(weights):  # a copy from the host would wait for the device
+            self.route_weights[route].fill_(weight)
 
     def expert_weights(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Extras]:
         """As in the base class; the hidden state plays no part."""

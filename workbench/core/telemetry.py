@@ -33,6 +33,7 @@ from workbench.core.sharding import by_expert, part
 from workbench.errors import TrainingStoppedError
 
 Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
 
 STRIKES = 5
 """Updates in which an expert may have tokens and no gradient before the run stops."""
@@ -84,7 +85,7 @@ class RouteCounter:
         if not self._layers:
             none = np.zeros((0, 0), np.int64)
             return Routes(none, none)
-        gates = [not layer.has_gates or bool(layer.gates()[1] != 0) for layer in self._layers]
+        gates = [routed != 0 for _, routed in _gates(self._layers)] or [True] * len(self._layers)
         if not self._tables:
             own = [_summed(extras, name) for name in ("route_hits", "route_live")]
             hits, live = self._team.total(np.stack(own))
@@ -92,9 +93,11 @@ class RouteCounter:
         flat, experts = ids.ravel(), self._layers[0].experts
         hits = np.zeros((len(self._tables), experts), np.int64)
         live = np.zeros_like(hits)
-        for index, (layer, table) in enumerate(zip(self._layers, self._tables, strict=True)):
-            assert isinstance(layer, TokenRouted)
-            for weight, routes in zip(layer.route_weights.tolist(), table, strict=True):
+        weights = torch.stack(
+            [layer.route_weights for layer in self._layers if isinstance(layer, TokenRouted)]
+        ).tolist()
+        for index, table in enumerate(self._tables):
+            for weight, routes in zip(weights[index], table, strict=True):
                 reached = np.bincount(routes[flat], minlength=experts)
                 hits[index] += reached
                 if weight != 0 and gates[index]:
@@ -176,9 +179,8 @@ def report(
 
     width = tokens * model.spec.hidden_size
     squares = _squared_norms(model.feed_forwards, team)
-    added = team.total(
-        np.array([[_added(extras, i, p) for p in PATHS] for i in range(len(squares))])
-    )
+    added = team.total(_added(extras))
+    gates = _gates(model.routed_layers)
     for index, mlp in enumerate(model.feed_forwards):
         for path, total in zip(PATHS, added[index].tolist(), strict=True):
             if f"{path}_square" in extras[0][index]:
@@ -190,8 +192,8 @@ def report(
             continue
         note(index, "routed_grad_norm", math.sqrt(sum(norms["experts"])))
         if mlp.has_gates:
-            for path, gate in zip(PATHS, mlp.gates(), strict=True):
-                note(index, f"{path}_gate", float(gate.detach()))
+            for path, gate in zip(PATHS, gates[index], strict=True):
+                note(index, f"{path}_gate", gate)
         hits = routes.hits[index]
         note(index, "route_entropy", entropy(hits))
         note(index, "dead_experts", float((hits == 0).sum()))
@@ -202,10 +204,25 @@ def report(
     return ExpertReport(_totals(rows, routes), rows)
 
 
-def _added(extras: Sequence[list[Extras]], layer: int, path: str) -> float:
-    """Summed squares of what a path of a layer has added in all micro-batches; 0 without one."""
-    name = f"{path}_square"
-    return sum((float(micro[layer][name]) for micro in extras if name in micro[layer]), 0.0)
+def _added(extras: Sequence[list[Extras]]) -> Float64:
+    """Summed squares of what each path of each layer has added in all micro-batches, [L, paths]; 0
+    for a path that is not there. One transfer from the device, as below."""
+    none = torch.zeros_like(next(iter(extras[0][0].values())), dtype=torch.float32)
+    found = [
+        torch.stack([one.get(f"{path}_square", none) for one in micro for path in PATHS])
+        for micro in extras
+    ]
+    by_micro_batch = np.array(torch.stack(found).tolist())
+    added: Float64 = by_micro_batch.sum(0).reshape(-1, len(PATHS))
+    return added
+
+
+def _gates(layers: Sequence[RoutedFeedForward]) -> list[list[float]]:
+    """The present gates of the paths, by layer; none where no layer has any."""
+    if not (layers and layers[0].has_gates):
+        return []
+    pairs: list[list[float]] = torch.stack([torch.stack(one.gates()) for one in layers]).tolist()
+    return pairs
 
 
 def entropy(counts: Int64) -> float:

@@ -137,7 +137,7 @@ def train(
 
         # Every micro-batch weighs as many tokens as it has: sums, divided by the whole update's,
         # over all processes.
-        sums, balance = np.zeros(4), np.zeros(1)
+        sums: list[Tensor] = []  # of each micro-batch, [5] on the device
         extras = []
         for number, batch in enumerate(micro_batches, 1):
             with team.accumulating(last=number == len(micro_batches)):
@@ -152,18 +152,19 @@ def train(
                     workspace,
                 )
                 objective = parts.objective / scored
+                term = torch.zeros_like(parts.objective)
                 if spec.model.router_aux_loss_weight:
                     term = balance_of(found, fractions, scored, team)
                     objective = objective + spec.model.router_aux_loss_weight * term
-                    balance += float(term.detach())
                 objective.backward()
-            each = (parts.nll, parts.objective.detach(), parts.smoothing, parts.z)
-            sums += [float(part) for part in each]
+            each = (parts.nll, parts.objective, parts.smoothing, parts.z, term)
+            sums.append(torch.stack([part.detach() for part in each]))
         team.complete_gradients(model)
-        *sums, balance = team.total(np.r_[sums, balance])
-        nll, total, smoothing, z_loss = (float(part) / scored for part in sums)
+        # Read once, when all is under way: every read makes a GPU run out of work.
+        *parts_of_loss, balance = team.total(np.sum(torch.stack(sums).tolist(), axis=0)).tolist()
+        nll, total, smoothing, z_loss = (part / scored for part in parts_of_loss)
         terms = [
-            balance_term(spec, float(balance)),
+            balance_term(spec, balance),
             diversity_term(model, values.diversity_lambda),
         ]
         total += sum(term.contribution for term in terms if term)
