@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from parquet_streams import three_files
-from tiny_runs import sections
+from tiny_runs import sections, tiny_parts
 
 from workbench.compare import compare_runs
 from workbench.core.load_model import load_model
+from workbench.core.parallel import Ranks
 from workbench.errors import UserError
 from workbench.spec.run import RunSpec
 from workbench.track.record import RunRecord, read_record
@@ -312,6 +315,24 @@ def test_what_is_not_finite_on_one_rank_stops_all_before_the_update(tmp_path: Pa
         assert kept[-1] == "step_00000003"
         weights = load_model(stopped.folder).model.parameters()
         assert all(bool(torch.isfinite(weight).all()) for weight in weights)
+
+
+def test_who_leaves_does_not_hold_the_others_by_what_an_error_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last to let go of the group would wait for its threads, and these for the interpreter."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **place}.items():
+        monkeypatch.setenv(name, value)
+    team = Ranks("cpu")
+    model = tiny_parts(tmp_path).state.model
+    trained = team.through(model, lambda ids: model.through(ids, model.layers))
+    reducer = weakref.ref(trained.reducer)  # type: ignore[attr-defined]
+    team.leave()
+    assert trained is not None  # as a traceback holds it
+    assert reducer() is None
 
 
 @pytest.mark.slow

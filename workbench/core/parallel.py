@@ -309,9 +309,14 @@ class Ranks(Team):
         """Ends the work together; more than once is fine.
 
         The wrapped model first: it holds on to the group whose threads end here, and a group that
-        the interpreter has to take down at its exit aborts it.
+        the interpreter has to take down at its exit aborts it. What the model reduces gradients by
+        is taken out of it, since the traceback of an error may hold the model still: were that the
+        last to let go of the group, it would wait for threads that wait for it (for the lock of
+        the interpreter), for ever.
         """
-        self._trained = None
+        trained, self._trained = self._trained, None
+        if trained is not None:
+            del trained.reducer, trained.logger
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
 
