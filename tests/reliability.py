@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +145,20 @@ def outages(folder: Path) -> Section:
             run, record, journal = make_run(store, name, 3, make_record(name))
             tracker = MlflowTracker(proxy.address, store, "workbench", 60.0, poll_seconds=0.1)
             tracker.start(record, run)
-            wait_for_position(run)
+            wait_until(lambda run=run: read_position(run) is not None, "the start")
             step = 3
             for mode in modes:
                 for now in (mode, "ok"):
+                    before = proxy.counts.get(mode, 0)
                     proxy.set(now)
                     slowest = max(slowest, track_rows(journal, tracker, step, 8, 0.3))
                     step += 8
+                    # A feeder that was refused waits ever longer: a spell lasts until it was met.
+                    wait_until(lambda t=tracker, ok=now == "ok": (t._pending is None) == ok, now)
                     if now != "ok":
                         counts[f"{mode}: spells"] += 1
+                    if now not in ("ok", "gone"):
+                        wait_until(lambda m=now, b=before: proxy.counts.get(m, 0) > b, now)
             journal.close()
             end_run(run, record)
             proxy.set("hang")  # and once more when the run ends
@@ -182,6 +187,7 @@ def outages(folder: Path) -> Section:
         counts.update(proxy.counts)
         proxy.set("gone")
     assert (missing, twice) == (0, 0)
+    assert all(counts[mode] >= counts[f"{mode}: spells"] for mode in FAULTS if mode != "gone")
     injected = 0
     for mode in FAULTS:
         met = counts.get(mode, 0)
@@ -206,11 +212,11 @@ def outages(folder: Path) -> Section:
     return Section("Faults of a tracking server", lines, {"faults": injected, "points": back})
 
 
-def wait_for_position(run: Path) -> None:
-    """Until the feeder has reached the server."""
-    deadline = time.monotonic() + 60
-    while read_position(run) is None:
-        assert time.monotonic() < deadline, "MLflow was never reached"
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Waits for the feeder."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline, f"the feeder did not come so far: {what}"
         time.sleep(0.05)
 
 
