@@ -25,6 +25,6 @@ def test_fidelity_and_the_time_of_the_tutorial(tmp_path: Path) -> None:
     sections = {"Install": 60.0, "A first run": 30.0, "Two runs compared": 30.0, "A study": 120.0}
     times.write_text(json.dumps({"cores": 2, "seconds": sections, "total": 240.0}))
     assert ecosystem.tutorial_lines(times)[-1] == (
-        "From install to the comparison: 2.0 minutes. All of its commands take 4.0 minutes, without"
-        " reading."
+        "From install to the comparison: 2.0 minutes. All of its commands take 4.0 minutes on 2"
+        " cores, without reading."
     )
