@@ -1,13 +1,14 @@
 """Trains one spec with several processes over gloo, forked from one that has torch loaded.
 
 `python tests/ranks.py FOLDER` reads `cases.json` there, a list of `{"name", "processes", "spec",
-"options", "kill", "poison", "run", "launched"}`, and runs one after the other, each with `runs/RUN`
-as its run (or `runs/NAME`). `launched`: one process as torchrun starts it. `kill` is
-`[rank, step]`: that process ends itself by SIGKILL after that step. `poison` is
+"options", "kill", "poison", "patience", "run", "launched"}`, and runs one after the other, each
+with `runs/RUN` as its run (or `runs/NAME`). `launched`: one process as torchrun starts it. `kill`
+is `[rank, step]`: that process ends itself by SIGKILL after that step. `poison` is
 `[rank, step, what]`: there the `gradient` is NaN from a block on, or the hidden states, and so the
-`loss`, are infinite. Prints one JSON document: of each case the exit codes by rank, the seconds it
-took, what each rank said, the record that was there when it ended, and the seconds from the kill to
-then. A rank ends as any interpreter does, so that what its end comes to shows in its exit code.
+`loss`, are infinite. `patience`: the seconds after which what hangs is ended. Prints one JSON
+document: of each case the exit codes by rank, the seconds it took, what each rank said, the record
+that was there when it ended, and the seconds from the kill to then. A rank ends as any interpreter
+does, so that what its end comes to shows in its exit code.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         if not (process := os.fork()):
             _rank(folder, case, rank, port)
         processes.append(process)
-    codes = [_code(process, began + PATIENCE_SECONDS) for process in processes]
+    patience = case.get("patience", PATIENCE_SECONDS)
+    codes = [_code(process, began + patience) for process in processes]
     seconds, ended = time.monotonic() - began, time.time()
     said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
     record = json.loads((folder / "mlruns/runs" / run_of(case) / "run_config.json").read_text())

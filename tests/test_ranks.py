@@ -281,6 +281,23 @@ def test_experts_without_tokens_on_a_rank_neither_hang_nor_skew(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_experts_without_tokens_on_a_rank_and_compiled_blocks(tmp_path: Path) -> None:
+    """With micro-batches, whose gradients are not sent; and no graph after the first update."""
+    few = {"batch_size": None, "global_batch_size": 4, "seq_len": 2, "steps": 20, "compile": True}
+    compiled = spec_file(tmp_path, "few", training=few)
+    eager = spec_file(tmp_path, "eager", training=few | {"compile": False})
+    split = ["training.gradient_accumulation_steps=2"]
+    cases = [
+        {"name": f"on_{n}", "processes": n, "spec": spec, "options": options, "patience": 300}
+        for n, spec, options in ((1, eager, []), (2, compiled, split))
+    ]
+    found = ran(tmp_path, cases)
+    require_same_run(found["on_1"], found["on_2"])
+    execution = found["on_2"].record.effective.execution
+    assert (execution.compiled, execution.recompilations, execution.graph_breaks) == (True, 0, 0)
+
+
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_stops_all_before_the_update(tmp_path: Path) -> None:
     """Each rank decides by the numbers of all, so that none goes on alone or waits for another."""
     whole = spec_file(tmp_path, "whole", checkpoint={"save_steps": 1})

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import tiny_parts
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ from workbench.core.model import (
 from workbench.core.moe import TokenRouted
 from workbench.core.precision import FLOAT32, Precision
 from workbench.core.telemetry import RouteCounter
+from workbench.core.train import train
 from workbench.spec.run import ModelSpec
 
 DATA = Path(__file__).parents[1] / "data"
@@ -374,6 +376,29 @@ def test_compiled_blocks_give_the_same_loss_and_one_graph(kind: str) -> None:
     changed = loss(forward(ids[:, :-1]).hidden).item()
     assert changed == pytest.approx(loss(model(ids[:, :-1])).item(), abs=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_the_other_modes_of_compilation_train_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Both promise other speed and no other numbers; what they do on a GPU is not seen here."""
+    curves, modes = [], set()
+    plain: Any = torch.compile
+
+    def compiling(block: Any, *, mode: str, **how: Any) -> Any:
+        modes.add(mode)
+        return plain(block, mode=mode, **how)
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    for training in ({}, {"compile": True, "compile_mode": mode}):
+        torch._dynamo.reset()
+        parts = tiny_parts(tmp_path, training={"steps": 6, **training})
+        curves.append([result.nll for result in train(parts.spec, parts.state, parts.forward)])
+    assert curves[1] == pytest.approx(curves[0], rel=2e-5)
+    assert curves[0][0] - curves[0][-1] > 0.05
+    assert modes == {mode}
 
 
 def test_tied_head_is_the_embedding_and_untied_is_its_own() -> None:
