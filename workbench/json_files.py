@@ -15,6 +15,8 @@ from typing import Any
 MOST_BYTES = 256 << 20
 """Longer than any document of this package by far; what is longer is a damaged file."""
 
+_MOST_DIGITS = 308  # of a whole number: what is longer is beyond any float, and fails in a division
+
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """The document in a file.
@@ -40,7 +42,11 @@ def parse_json(raw: bytes) -> Any:
     text = raw.decode("utf-8")
     try:
         found = json.loads(
-            text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_refuse
+            text,
+            object_pairs_hook=_once,
+            parse_float=_finite,
+            parse_int=_whole,
+            parse_constant=_refuse,
         )
         if "\\ud" in text.lower():  # the beginning of every surrogate
             json.dumps(found, ensure_ascii=False).encode("utf-8")
@@ -63,6 +69,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:40]} is too large")
     return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"the number {text[:40]} is too large")
+    return int(text)
 
 
 def _refuse(text: str) -> Any:

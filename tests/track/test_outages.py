@@ -28,6 +28,7 @@ from workbench.track.journal import read_metrics
 from workbench.track.mlflow_fields import params_of
 from workbench.track.mlflow_store import connect, read_position
 from workbench.track.record import RunRecord
+from workbench.track.server_files import FILES
 from workbench.track.store import Store
 
 
@@ -91,7 +92,7 @@ def assert_there_once(server: str, store: Store, folder: Path, record: RunRecord
     assert len(run.inputs.dataset_inputs) == 3
     assert_equal_to_file(target, folder)
     names = {one.path for one in target.client.list_artifacts(position.run_id)}
-    assert names == {"spec.yaml", "run_config.json", "metrics.csv"}
+    assert names == {"spec.yaml", "run_config.json", "metrics.csv", FILES}
     for name in ("run_config.json", "metrics.csv"):
         got = Path(target.client.download_artifacts(position.run_id, name))
         assert got.read_bytes() == (folder / name).read_bytes()
