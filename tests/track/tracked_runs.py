@@ -9,6 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from faulty_proxy import FaultyProxy, Mode
+
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.feeder import MlflowTracker
 from workbench.track.journal import TWINS, Journal, columns, read_metrics
@@ -111,6 +113,28 @@ def track_rows(
         slowest = max(slowest, time.perf_counter() - before)
         time.sleep(pause)
     return slowest
+
+
+def track_spell(
+    proxy: FaultyProxy,
+    mode: Mode,
+    journal: Journal,
+    tracker: MlflowTracker,
+    first: int,
+    pause: float,
+) -> float:
+    """Eight rows while the server does this, and the time until the feeder has met it: one that
+    was refused looks ever more rarely. Returns as `track_rows` does."""
+    before = proxy.counts.get(mode, 0)
+    proxy.set(mode)
+    slowest = track_rows(journal, tracker, first, 8, pause)
+    deadline = time.monotonic() + 120
+    while True:
+        is_told = (tracker._pending is None) == (mode == "ok")
+        if is_told and (mode == "gone" or proxy.counts.get(mode, 0) > before):
+            return slowest
+        assert time.monotonic() < deadline, f"the feeder never met {mode}"
+        time.sleep(0.05)
 
 
 def make_run(
