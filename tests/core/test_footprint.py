@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from workbench.core import losses
 from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
 from workbench.core.footprint import (
+    LEAST_TOKENS,
     TILE_TOKENS,
     Activations,
     Footprint,
@@ -195,29 +197,22 @@ def test_the_loss_works_in_the_memory_predicted_for_it(matmul: Matmul) -> None:
     tokens = spec.training.batch_size * spec.training.seq_len
     weight = torch.randn(VOCABULARY, 64, requires_grad=True)
     hidden = torch.randn(tokens, 64).to(precision.compute).requires_grad_()
-    workspace, kept = Workspace(direct=True), {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        sums = linear_cross_entropy(
-            hidden,
-            weight,
-            torch.randint(0, VOCABULARY, (tokens,)),
-            LossSettings(block_vocab=64, chunk_tokens=32),
-            precision,
-            workspace,
-        )
-    sums.objective.backward()
+    workspace = Workspace(direct=True)
+    linear_cross_entropy(
+        hidden,
+        weight,
+        torch.randint(0, VOCABULARY, (tokens,)),
+        LossSettings(block_vocab=64, chunk_tokens=32),
+        precision,
+        workspace,
+    ).objective.backward()
     scratch = sum(flat.nbytes for flat in workspace._scratch.values())
-    statistics = sum(t.nbytes for t in kept.values() if t.dtype == torch.float64 and t.ndim == 2)
-    # The statistics once more, their shares in float32, and the gradient of the hidden states.
-    more = statistics + statistics // 2 + 4 * hidden.numel()
+    # Statistics twice in float64 and their factors, and the gradient of the hidden states.
+    more = 20 * math.ceil(VOCABULARY / 64) * 32 + 4 * hidden.numel()
     more += hidden.nbytes if matmul != "float32" else 0
-    more += 2 * 32 * 64 if takes_float32(precision, torch.device("cpu")) else 0  # a tile, at most
-    assert loss_bytes(spec, VOCABULARY, matmul) == scratch + statistics + more
+    if matmul == "native" and takes_float32(precision, torch.device("cpu")):
+        more += 2 * (64 - 32) * 64  # predicted for units that put out bfloat16
+    assert loss_bytes(spec, VOCABULARY, matmul) == scratch + more
 
 
 def run_spec(model: ModelSpec, **training: Any) -> RunSpec:
@@ -232,17 +227,20 @@ def run_spec(model: ModelSpec, **training: Any) -> RunSpec:
     )
 
 
-def test_accumulation_costs_no_memory_and_checkpointing_saves_some() -> None:
+def test_accumulation_costs_a_gradient_of_the_head_and_checkpointing_saves_some() -> None:
     spec = model_spec(profile="100m")
     one = footprint(run_spec(spec), 200_019, "float32")
-    assert footprint(run_spec(spec, gradient_accumulation_steps=8), 200_019, "float32") == one
+    for steps in (2, 8):
+        more = footprint(run_spec(spec, gradient_accumulation_steps=steps), 200_019, "float32")
+        assert more.loss == one.loss + 4 * 200_019 * spec.hidden_size
+        assert vars(more) | {"loss": one.loss} == vars(one)
     less = footprint(run_spec(spec, grad_ckpt=True), 200_019, "float32")
     assert less.activations < one.activations / 3
     assert vars(less) | {"activations": one.activations} == vars(one)
 
 
 def test_tiles_are_those_of_the_loss() -> None:
-    assert TILE_TOKENS == losses.TILE_TOKENS
+    assert (TILE_TOKENS, LEAST_TOKENS) == (losses.TILE_TOKENS, losses.LEAST_TOKENS)
 
 
 def test_only_tensors_of_the_heap_leave_holes() -> None:

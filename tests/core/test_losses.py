@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.core import losses
 from workbench.core.losses import (
@@ -24,6 +25,7 @@ from workbench.core.losses import (
     LossSums,
     linear_cross_entropy,
     linear_nll,
+    panel_tokens,
 )
 from workbench.core.precision import FLOAT32, Precision
 from workbench.core.workspace import Workspace
@@ -450,11 +452,54 @@ def test_no_tensor_is_larger_than_the_head(precision: Precision) -> None:
     assert tokens * V > 10 * V * H
     data = problem(tokens=tokens)
     with Largest() as seen:
-        fused(*data, settings((0.1, 1e-2), 64, 64), precision)
+        fused(*data, settings((0.1, 1e-2), 64, H), precision)
     assert seen.numel == max(V, tokens) * H
     with Largest() as seen:
         plain(*data)
     assert seen.numel == tokens * V  # the probe sees full logits where they exist
+
+
+@pytest.mark.parametrize(
+    ("width", "compute", "chunk", "tokens"),
+    [
+        (512, torch.float32, 0, 512),
+        (512, torch.bfloat16, 0, 1024),
+        (4096, torch.bfloat16, 0, 1024),
+        (512, torch.bfloat16, 100, 100),
+        (8, torch.float32, 0, 128),
+    ],
+)
+def test_the_softmax_of_a_panel_fits_into_the_gradient_of_the_head(
+    width: int, compute: torch.dtype, chunk: int, tokens: int
+) -> None:
+    found = panel_tokens(LossSettings(chunk_tokens=chunk), width, compute)
+    assert found == tokens
+    assert found * compute.itemsize <= max(width * 4, losses.LEAST_TOKENS * 4)
+
+
+def test_gradients_are_handed_over_once() -> None:
+    hidden, weight, targets = problem()
+    loss = linear_cross_entropy(
+        hidden.requires_grad_(), weight.requires_grad_(), targets, RAGGED, FLOAT32
+    )
+    loss.objective.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used up"):
+        loss.objective.backward()
+
+
+def test_the_logits_are_computed_once() -> None:
+    """Three products of T x V x H in all, as a plain head takes; one where nothing is trained."""
+    hidden, weight, targets = problem(ignore=0)
+    in_place = {torch.ops.aten.addmm_: lambda to, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    for requires, products in [((True, True), 3), ((True, False), 2), ((False, False), 1)]:
+        leaves = [
+            x.clone().requires_grad_(r) for x, r in zip((hidden, weight), requires, strict=True)
+        ]
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            loss = linear_cross_entropy(leaves[0], leaves[1], targets, RAGGED, FLOAT32)
+            if any(requires):
+                loss.objective.backward()
+        assert counter.get_total_flops() == products * 2 * T * V * H
 
 
 @pytest.mark.parametrize(("direct", "sparse"), [(False, False), (True, True)])
@@ -479,7 +524,7 @@ def test_the_gradient_lands_in_reclaimed_memory(direct: bool, sparse: bool) -> N
     assert torch.equal(grads[0], grads[2])
 
 
-def test_direct_gradients_make_no_second_tensor_of_the_head() -> None:
+def test_direct_gradients_make_no_third_tensor_of_the_head() -> None:
     hidden, weight, targets = problem()
     ids = torch.arange(T) % 11
     workspace = Workspace(direct=True)
@@ -487,13 +532,12 @@ def test_direct_gradients_make_no_second_tensor_of_the_head() -> None:
     counts = []
     for _ in range(3):
         looked_up = F.embedding(ids, weight, sparse=True) + hidden
-        objective = linear_cross_entropy(
-            looked_up, weight, targets, RAGGED, FLOAT32, workspace
-        ).objective
         with Largest() as seen:
-            objective.backward()
+            linear_cross_entropy(
+                looked_up, weight, targets, RAGGED, FLOAT32, workspace
+            ).objective.backward()
         counts.append(sum(numel == V * H for numel in seen.made))
-    assert counts == [1, 0, 0]
+    assert counts == [1, 1, 0]  # `weight.grad`, and one that later micro-batches are added from
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, UPCAST], ids=["float32", "bf16"])

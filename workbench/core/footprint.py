@@ -6,10 +6,10 @@ all experts together, F width of the shared path.
 
 It follows the code that it predicts, as it runs on a CPU: which tensors autograd keeps for the
 backward pass (`Transformer`), where the gradient of the head goes (`Workspace`), which tiles the
-loss works in (`_Tiles`), what the optimizers remember. Tests compare each part with what the model,
-the optimizers and the loss really hold, and the sum with the peak of real processes. Kernels of
-other devices keep less in places (a fused norm has no product to keep): there it is a close upper
-bound.
+loss works in (`_Panels`), what the optimizers remember. Tests compare each part with what the
+model, the optimizers and the loss really hold, and the sum with the peak of real processes. Kernels
+of other devices keep less in places (a fused norm has no product to keep): there it is a close
+upper bound.
 
 Torch is not imported.
 """
@@ -32,8 +32,8 @@ Kind = Literal["vector", "vocabulary", "router", "expert", "shared", "matrix"]
 FLOAT, WIDE, INDEX, ROUTE = 4, 8, 8, 2
 """Bytes of float32, of float64, of an int64 index, and of an int16 entry of a route table."""
 
-TILE_TOKENS = 1024
-"""Tokens in a tile of logits at most: `losses.TILE_TOKENS`."""
+TILE_TOKENS, LEAST_TOKENS = 1024, 128
+"""Tokens in a tile of logits: those of `losses`."""
 
 COMPILER_BYTES = 140_000_000
 """Modules of torch's compiler, which `torch.optim` loads when the first optimizer is built, whether
@@ -56,8 +56,8 @@ class Footprint:
     optimizer    AdamW's two moments, Muon's one
     activations  what autograd keeps of one micro-batch's forward pass until its backward pass; with
                  gradient checkpointing the inputs of all blocks and the inside of one
-    loss         the tile of logits, the rounded operands, statistics by vocabulary block, and the
-                 gradient of the hidden states
+    loss         the tile of logits, the softmax of a panel, the rounded operands, the gradient of
+                 the hidden states, and with accumulation a second one of the head
     temporaries  results in the middle of one block's backward pass
     process      what building a run loads beside tensors: vocabulary and modules
     holes        freed memory of the heap that the next pass cannot use, see `footprint`
@@ -185,24 +185,32 @@ def route_table_bytes(spec: ModelSpec, vocab_size: int) -> int:
 def loss_bytes(spec: RunSpec, vocab_size: int, matmul: Matmul) -> int:
     """The working memory of `losses.linear_cross_entropy` over one micro-batch.
 
-    The scratch is kept from step to step: a tile of logits and, in bf16, the operands of its
-    products as float32 beside their rounded copies. Statistics [blocks of V, T] are float64, held
-    from one pass to the next, and once more as they turn into shares of the softmax.
+    The scratch is kept from step to step: a tile of logits, the softmax of a panel of tokens over
+    the vocabulary, the operands of the products and, in bf16, their rounded copies. Statistics
+    [blocks of V, tokens of a panel] are float64, once more as they turn into factors per token,
+    which are float32. The gradient of the head is written into `weight.grad`; later micro-batches
+    of an update add theirs from a second tensor.
     """
     training, hidden = spec.training, spec.model.hidden_size
     tokens = spec.micro_batch_size * training.seq_len
-    tile = min(training.loss_chunk_tokens or TILE_TOKENS, TILE_TOKENS, tokens)
+    width = FLOAT if matmul == "float32" else FLOAT // 2
+    fitting = max(FLOAT * hidden // width, LEAST_TOKENS)
+    panel = min(training.loss_chunk_tokens or TILE_TOKENS, TILE_TOKENS, fitting, tokens)
     block = min(training.loss_block_vocab, vocab_size)
-    scratch = FLOAT * tile * block
+    scratch = FLOAT * panel * block + width * panel * vocab_size
+    scratch += (FLOAT + width) * panel * hidden  # hidden states by their factors, their gradient
     if matmul != "float32":
-        rows = tokens + block + tile  # of hidden states, of the head, of the targets' entries
-        scratch += FLOAT * rows * hidden + FLOAT // 2 * (block + tile) * hidden
-        # The gradient of the tile, rounded; AMX alone rounds within the product.
-        scratch += FLOAT // 2 * tile * block
-    statistics = (2 * WIDE + FLOAT) * math.ceil(vocab_size / block) * tokens
+        rows = tokens + block + panel  # of hidden states, of the head, of the targets' entries
+        scratch += FLOAT * rows * hidden + FLOAT // 2 * (block + 2 * panel) * hidden
+        # What a block adds to the head's gradient, and to the hidden states' above: AMX and
+        # products of upcast operands put both out as float32, the former in its place.
+        scratch += FLOAT // 2 * (block if matmul == "native" else panel) * hidden
+    statistics = (2 * WIDE + FLOAT) * math.ceil(vocab_size / block) * panel
     gradient = FLOAT * tokens * hidden  # of the hidden states
     if matmul != "float32":
         gradient += FLOAT // 2 * tokens * hidden
+    if training.gradient_accumulation_steps > 1:
+        gradient += FLOAT * vocab_size * hidden
     return scratch + statistics + gradient
 
 

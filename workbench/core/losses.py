@@ -1,11 +1,15 @@
 """The language-model loss: a linear head fused with cross-entropy, by blocks of the vocabulary.
 
-T tokens, H hidden, V vocabulary. The full logits [T, V] never exist: one tile of them, [at most
-`TILE_TOKENS`, `block_vocab`], is computed, used and overwritten. Two passes go over the vocabulary:
+T tokens, H hidden, V vocabulary. The full logits [T, V] never exist. A panel of tokens at a time
+goes over the vocabulary twice, in the forward pass:
 
-1. forward: every tile leaves its log-sum-exp per token; together they give each token's normaliser;
-2. backward: the tile is computed again, becomes its own gradient in place, and is multiplied into
-   the gradients of hidden states and head.
+1. every tile of logits, [panel, `block_vocab`], leaves its log-sum-exp per token and its softmax,
+   rounded as the products take it; the former together give each token's normaliser;
+2. the softmax of every block is multiplied into the gradients of hidden states and head, with the
+   block's share of the normaliser as a factor per token.
+
+The backward pass scales these gradients. The logits are thus computed once (three products in all,
+as a plain head takes), for the price of a panel's softmax: no larger than the gradient of the head.
 
 Terms, per token t with logits l, target y and lse = log sum_v exp(l_v), all in nats:
 
@@ -17,12 +21,13 @@ Terms, per token t with logits l, target y and lse = log sum_v exp(l_v), all in 
 Why it looks as it does: on CPUs with fast matrix units the elementwise work and the page faults of
 fresh large tensors cost as much as the products. `log_softmax` and `softmax` are single fused
 kernels (maximum, exponential and sum of a row in one go) where separate calls make four trips
-through memory; a tile stays in the cache; large products have preallocated outputs; terms that are
-the same for all entries (smoothing) never touch the tile.
+through memory; a tile of logits stays in the cache; products have preallocated outputs; factors per
+token go to the smaller side of a product; terms that are the same for all entries (smoothing) never
+touch a tile.
 
 bf16 runs: hidden states and head are rounded to bfloat16, products accumulate in float32, logits
-and everything computed from them stay float32. The gradient of the logits is rounded to bfloat16
-for the two products of the backward pass. CPUs that multiply bfloat16 only into bfloat16
+and everything computed from them stay float32. The softmax is rounded to bfloat16
+for the two products of the gradients. CPUs that multiply bfloat16 only into bfloat16
 (AVX512-BF16) compute the logits with their float32 units, and round what each tile adds to the
 gradients.
 """
@@ -42,9 +47,10 @@ from workbench.core.workspace import Workspace
 IGNORED = -100
 """Targets of this value are not scored: no loss, no gradient (PyTorch's convention)."""
 
-TILE_TOKENS = 1024
-"""Tokens per tile of logits: 8 MB at 2,048 entries, which a shared cache holds. Larger tiles were
-no faster and smaller ones lose matmul rate."""
+TILE_TOKENS, LEAST_TOKENS = 1024, 128
+"""Tokens per tile of logits, at most and where nobody asks for fewer at least. 1,024 are 8 MB at
+2,048 entries, which a shared cache holds. Larger tiles were no faster and smaller ones lose matmul
+rate."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,13 @@ def linear_cross_entropy(
     """
     check_inputs(hidden, weight, targets, precision)
     sums: tuple[Tensor, Tensor, Tensor, Tensor, int] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, settings, precision, workspace or Workspace()
+        hidden,
+        weight,
+        targets,
+        settings,
+        precision,
+        workspace or Workspace(),
+        torch.is_grad_enabled(),  # not so within the function
     )
     return LossSums(*sums)
 
@@ -139,10 +151,10 @@ def linear_nll(
     check_inputs(hidden, weight, targets, precision)
     kept = scored_tokens(targets)
     plain = LossSettings(settings.block_vocab, settings.chunk_tokens)
-    run = _Tiles(hidden, weight, targets, kept, plain, precision, workspace or Workspace())
-    statistics = run.statistics()
-    values = torch.zeros(targets.shape, dtype=run.wide, device=targets.device)
-    nll = statistics.lse - statistics.target
+    panels = _Panels(hidden, weight, targets, kept, plain, precision, workspace or Workspace())
+    found, *_ = panels.compute(False, False)
+    values = torch.zeros(targets.shape, dtype=panels.wide, device=targets.device)
+    nll = found.lse - found.target
     if kept is None:
         return values.copy_(nll)
     return values.index_copy_(0, kept, nll)
@@ -158,10 +170,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings: LossSettings,
         precision: Precision,
         workspace: Workspace,
+        trains: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         kept = scored_tokens(targets)
-        tiles = _Tiles(hidden, weight, targets, kept, settings, precision, workspace)
-        found = tiles.statistics()
+        panels = _Panels(hidden, weight, targets, kept, settings, precision, workspace)
+        wanted = [trains and needed for needed in ctx.needs_input_grad[:2]]
+        found, *ctx.gradients = panels.compute(*wanted)
         per_token = found.lse - found.target
         nll = per_token.sum()
         smoothing, z = torch.zeros_like(nll), torch.zeros_like(nll)
@@ -172,47 +186,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if settings.z_loss:
             z = settings.z_loss * found.lse.square().sum()
             objective = objective + z
-        ctx.save_for_backward(
-            hidden, weight, targets, kept, found.lse_blocks, found.lse, found.head_sum
-        )
-        ctx.how = (settings, precision, workspace)
+        ctx.save_for_backward(hidden, weight, kept)
+        ctx.workspace = workspace
         # A copy: an output must not be the same tensor as another one.
         objective = objective.to(torch.float32, copy=True)
         ctx.mark_non_differentiable(nll, smoothing, z)
         ctx.set_materialize_grads(False)
-        return objective, nll, smoothing, z, tiles.tokens
+        return objective, nll, smoothing, z, panels.tokens
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 6
-        hidden, weight, targets, kept, lse_blocks, lse, head_sum = ctx.saved_tensors
-        settings, precision, workspace = ctx.how
-        tiles = _Tiles(hidden, weight, targets, kept, settings, precision, workspace)
-        of_hidden, of_weight = tiles.gradients(
-            grad, _Statistics(lse_blocks, lse, None, None, head_sum), *ctx.needs_input_grad[:2]
-        )
-        return of_hidden, of_weight, None, None, None, None
+    def backward(ctx: Any, scale: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+        hidden, weight, kept = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("this loss was differentiated before; its gradients are used up")
+        (of_hidden, of_weight), ctx.gradients = ctx.gradients, None
+        if scale is None:
+            return (None,) * 7
+        if of_hidden is not None:
+            of_hidden = of_hidden.mul_(scale).to(hidden.dtype)
+            if kept is not None:
+                of_hidden = torch.zeros_like(hidden).index_copy_(0, kept, of_hidden)
+        if of_weight is not None:
+            of_weight = hand_over(of_weight, scale, weight, ctx.workspace)
+        return of_hidden, of_weight, None, None, None, None, None
 
 
 class _Statistics(NamedTuple):
-    """What the first pass finds, in `wide` floats."""
+    """What the loss is computed from, [T] in `wide` floats."""
 
-    lse_blocks: Tensor
-    """[blocks of V, T] log-sum-exp over each block."""
     lse: Tensor
-    """[T] log-sum-exp over V."""
-    target: Any
-    """[T] logit of the target."""
+    """Log-sum-exp of the logits over V."""
+    target: Tensor
+    """Logit of the target."""
     mean: Any
-    """[T] mean logit over V; None without smoothing."""
-    head_sum: Tensor | None
-    """[H] sum of the head's rows as multiplied; None without smoothing."""
+    """Mean logit over V; None without smoothing."""
 
 
-class _Tiles:
-    """The tiles of one micro-batch: scored tokens x vocabulary, in blocks."""
+class _Panels:
+    """The logits of one micro-batch's scored tokens: panels of tokens x blocks of the vocabulary.
+
+    Where gradients are asked for, a panel leaves its `softmax`: for each block of the vocabulary
+    the softmax over that block, [tokens, entries] in the compute dtype, 0 for the targets.
+    """
 
     def __init__(
         self,
@@ -224,9 +240,9 @@ class _Tiles:
         precision: Precision,
         workspace: Workspace,
     ) -> None:
-        self.all_hidden, self.weight, self.kept = hidden, weight, kept
+        self.weight = weight
         self.settings, self.precision, self.workspace = settings, precision, workspace
-        self.device = hidden.device
+        self.device, self.compute_dtype = hidden.device, precision.compute
         # Per-token values are few: wide floats cost nothing. MPS has none.
         self.wide = torch.float32 if self.device.type == "mps" else torch.float64
         # Only CUDA multiplies bfloat16 into float32. Elsewhere operands are rounded values held
@@ -235,174 +251,193 @@ class _Tiles:
         # it: for the gradients.
         native = precision.matmul == "native"
         self.narrow = native and self.device.type == "cuda"
-        self.rounds_within = takes_float32(precision, self.device)
-        self.rounded_products = native and not self.narrow and not self.rounds_within
-        self.rounds = precision.compute != torch.float32
+        self.rounded_products = (
+            native and not self.narrow and not takes_float32(precision, self.device)
+        )
         self.targets = targets if kept is None else targets.index_select(0, kept)
         self.tokens = len(self.targets)
-        self.direct = writes_directly(workspace, weight)
         scored = hidden if kept is None else hidden.index_select(0, kept)
-        self.hidden, self.low_hidden = self._operands(scored, "hidden")
-        size, entries = settings.tile_tokens, len(weight)
-        self.token_tiles = [
-            slice(a, min(a + size, self.tokens)) for a in range(0, self.tokens, size)
-        ]
-        size = settings.block_vocab
+        self.hidden = self._operand(scored, "hidden", low=self.narrow)
+        size, entries = settings.block_vocab, len(weight)
         self.blocks = [slice(a, min(a + size, entries)) for a in range(0, entries, size)]
 
-    def statistics(self) -> _Statistics:
-        """The first pass."""
-        entries = len(self.weight)
-        lse_blocks = torch.empty(len(self.blocks), self.tokens, dtype=self.wide, device=self.device)
-        smooths = self.settings.label_smoothing > 0
-        head_sum = torch.zeros(self.weight.shape[1], dtype=self.wide, device=self.device)
-        with bf16_products(self.precision, self.device):
-            for block, entry in enumerate(self.blocks):
-                head, _ = self._operands(self.weight[entry], "head")
-                if smooths:
-                    head_sum += head.sum(0, dtype=self.wide)
-                for tile in self.token_tiles:
-                    logits = self._logits(tile, head)
-                    # log_softmax is l - lse: any column gives lse back, with an error of two
-                    # roundings of a float32 of that size.
-                    first = logits[:, 0].to(self.wide, copy=True)
-                    torch.log_softmax(logits, 1, out=logits)
-                    lse_blocks[block, tile] = first.sub_(logits[:, 0])
-        target = torch.empty(self.tokens, dtype=self.wide, device=self.device)
-        for tile in self.token_tiles:
-            rows, _ = self._operands(self.weight.index_select(0, self.targets[tile]), "rows")
-            torch.sum(self.hidden[tile] * rows.float(), 1, dtype=self.wide, out=target[tile])
-        mean = None
-        if smooths:
-            mean = torch.mv(self.hidden.to(self.wide), head_sum / entries)
-        return _Statistics(
-            lse_blocks, lse_blocks.logsumexp(0), target, mean, head_sum if smooths else None
-        )
-
-    def gradients(
-        self, scale: Tensor, found: _Statistics, of_hidden: bool, of_weight: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The second pass: gradients of `scale` (a scalar) times the objective."""
-        smoothing = self.settings.label_smoothing
-        scale = scale.to(self.wide)
-        # d objective / d l_v = softmax_v (1 + 2 z lse) - (1 - eps) [v = y] - eps / V; the softmax
-        # over a block becomes the one over V by the block's share of the sum.
-        share = (found.lse_blocks - found.lse).exp_()
-        share = share.mul_(scale * (1 + 2 * self.settings.z_loss * found.lse)).float()
-        hits = (scale * (smoothing - 1)).float().expand(self.tokens)
-        flat, ends = self._target_places()
-
-        hidden_grad = torch.zeros(self.hidden.shape, dtype=torch.float32, device=self.device)
-        weight_grad, adds = self._weight_gradient() if of_weight else (None, False)
-        head_shift = None
-        if found.head_sum is not None:
-            even = scale * (smoothing / len(self.weight))
-            hidden_grad -= (even * found.head_sum).float()
-            head_shift = (even * self.hidden.sum(0, dtype=self.wide)).float()
-
-        with bf16_products(self.precision, self.device):
-            for block, entry in enumerate(self.blocks):
-                head, low_head = self._operands(self.weight[entry], "head")
-                fresh = not adds
-                for number, tile in enumerate(self.token_tiles):
-                    logits = self._logits(tile, head)
-                    torch.softmax(logits, 1, out=logits)
-                    logits.mul_(share[block, tile, None])
-                    here = slice(*ends[block * len(self.token_tiles) + number :][:2])
-                    if here.start < here.stop:
-                        logits.view(-1).index_add_(0, flat[here], hits[here])
-                    logits = self._rounded(logits)
-                    if of_hidden:
-                        self._add_product(hidden_grad[tile], logits, low_head, fresh=False)
-                    if weight_grad is not None:
-                        self._add_product(
-                            weight_grad[entry], logits.t(), self.low_hidden[tile], fresh=fresh
-                        )
-                    fresh = False
-                if weight_grad is not None:
-                    if fresh:  # no token is scored, nothing was written
-                        weight_grad[entry].zero_()
-                    if head_shift is not None:
-                        weight_grad[entry].sub_(head_shift)
-
-        result = None
+    def compute(
+        self, of_hidden: bool, of_weight: bool
+    ) -> tuple[_Statistics, Tensor | None, Tensor | None]:
+        """The statistics, and those gradients of the objective that are asked for, float32."""
+        lse = torch.empty(self.tokens, dtype=self.wide, device=self.device)
+        target = torch.empty_like(lse)
+        hidden_grad = weight_grad = None
         if of_hidden:
-            result = hidden_grad.to(self.all_hidden.dtype)
-            if self.kept is not None:
-                result = torch.zeros_like(self.all_hidden).index_copy_(0, self.kept, result)
-        if self.direct and weight_grad is not None:
-            self.weight.grad = weight_grad
-            weight_grad = None
-        return result, weight_grad
+            hidden_grad = torch.zeros(self.hidden.shape, dtype=torch.float32, device=self.device)
+        if of_weight:
+            weight_grad = self.workspace.gradient(self.weight)
+            if not self.tokens:
+                weight_grad.zero_()
+        size = panel_tokens(self.settings, self.weight.shape[1], self.compute_dtype)
+        with bf16_products(self.precision, self.device):
+            for start in range(0, self.tokens, size):
+                panel = slice(start, min(start + size, self.tokens))
+                rows = self.weight.index_select(0, self.targets[panel])
+                rows = self._operand(rows, "rows", low=self.narrow).float()
+                torch.sum(self.hidden[panel] * rows, 1, dtype=self.wide, out=target[panel])
+                softmax = self._room(panel) if of_hidden or of_weight else None
+                lse_blocks = self._log_sum_exps(panel, softmax)
+                lse[panel] = lse_blocks.logsumexp(0)
+                if softmax is not None:
+                    self._clear_targets(panel, softmax)
+                    share = lse_blocks.sub_(lse[panel]).exp_()
+                    found = _Statistics(lse[panel], target[panel], None)
+                    self._add_gradients(
+                        panel, softmax, share, found, rows, hidden_grad, weight_grad
+                    )
+        mean = None
+        if smoothing := self.settings.label_smoothing:
+            head_mean = self._head_sum() / len(self.weight)
+            mean = torch.mv(self.hidden.to(self.wide), head_mean)
+            if hidden_grad is not None:
+                hidden_grad -= (smoothing * head_mean).float()
+            if weight_grad is not None:
+                hidden_sum = self.hidden.sum(0, dtype=self.wide)
+                weight_grad -= (smoothing / len(self.weight) * hidden_sum).float()
+        return _Statistics(lse, target, mean), hidden_grad, weight_grad
 
-    def _weight_gradient(self) -> tuple[Tensor, bool]:
-        """Where the head's gradient goes, and whether it adds to what is there already."""
-        grad = self.weight.grad if self.direct else None
-        if grad is not None:
-            return grad, True
-        return self.workspace.gradient(self.weight), False
+    def _log_sum_exps(self, panel: slice, softmax: list[Tensor] | None) -> Tensor:
+        """Log-sum-exp of each block's logits, [blocks, tokens] `wide`; fills `softmax`, targets
+        and all."""
+        hidden = self.hidden[panel]
+        shape = (len(self.blocks), len(hidden))
+        lse_blocks = torch.empty(shape, dtype=self.wide, device=self.device)
+        for block, entry in enumerate(self.blocks):
+            head = self._operand(self.weight[entry], "head", low=self.narrow)
+            logits = self._product(hidden, head.t(), "logits")
+            # log_softmax is l - lse: any column gives lse back, with an error of two roundings of
+            # a float32 of that size.
+            first = logits[:, 0].to(self.wide, copy=True)
+            torch.log_softmax(logits, 1, out=logits)
+            lse_blocks[block] = first.sub_(logits[:, 0])
+            if softmax is not None:
+                # The softmax of a log-softmax is its exponential, by a faster kernel.
+                softmax[block].copy_(torch.softmax(logits, 1, out=logits))
+        return lse_blocks
 
-    def _target_places(self) -> tuple[Tensor, list[int]]:
-        """Where in the tiles the targets lie: positions in each flattened tile, ordered by tile
-        (blocks outside, tokens inside), and the ends [0, ...] of the tiles in that order."""
-        settings = self.settings
-        block = self.targets // settings.block_vocab
-        token = torch.arange(self.tokens, device=self.device)
-        tile = token // settings.tile_tokens
-        start = block * settings.block_vocab
-        width = (len(self.weight) - start).clamp(max=settings.block_vocab)
-        flat = (token % settings.tile_tokens) * width + (self.targets - start)
-        cell = block * len(self.token_tiles) + tile
-        cells = len(self.blocks) * len(self.token_tiles)
-        ends = torch.bincount(cell, minlength=cells).cumsum(0).tolist()
-        return flat[torch.argsort(cell, stable=True)], [0, *ends]
+    def _add_gradients(
+        self,
+        panel: slice,
+        softmax: list[Tensor],
+        share: Tensor,
+        found: _Statistics,
+        rows: Tensor,
+        hidden_grad: Tensor | None,
+        weight_grad: Tensor | None,
+    ) -> None:
+        """What the tokens of a panel add to the gradients, [T, H] and [V, H].
 
-    def _operands(self, values: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """A matrix, rounded to the compute dtype, as the product of the logits takes it and as
-        those of the gradients do."""
-        if not self.rounds:
-            return values, values
+        d objective / d l_v = softmax_v (1 + 2 z lse) - (1 - eps) [v = y] - eps / V, of which the
+        last, the same for all entries, comes at the end. `share` [blocks, tokens] makes the softmax
+        over a block the one over V: a factor per token, which the smaller side of each product
+        takes. The target's entry, the difference of nearly equal numbers where the model is sure,
+        is never rounded to the compute dtype.
+        """
+        hidden = self.hidden[panel]
+        slope = 1 + 2 * self.settings.z_loss * found.lse
+        factors = (share * slope).float().unsqueeze(-1)  # [blocks, tokens, 1]
+        hit = (found.target - found.lse).exp_().mul_(slope).sub_(1 - self.settings.label_smoothing)
+        hit = hit.float().unsqueeze(-1)
+        low = self.narrow or self.rounded_products
+        if hidden_grad is not None:
+            hidden_grad[panel].addcmul_(hit, rows)
+        for block, entry in enumerate(self.blocks):
+            left = self._operand(softmax[block], "logits", low=low)
+            if hidden_grad is not None:
+                head = self._operand(self.weight[entry], "head", low=low)
+                product = self._product(left, head, "hidden gradient")
+                hidden_grad[panel].addcmul_(factors[block], product)
+            if weight_grad is not None:
+                shape = (len(hidden), hidden.shape[1])
+                right = self.workspace.scratch("weighed", shape, torch.float32, self.device)
+                torch.mul(hidden, factors[block], out=right)
+                right = self._operand(right, "weighed", low=low)
+                self._put(weight_grad[entry], left.t(), right, fresh=panel.start == 0)
+        if weight_grad is not None:
+            weight_grad.index_add_(0, self.targets[panel], hit * hidden)
+
+    def _room(self, panel: slice) -> list[Tensor]:
+        """Where the softmax of a panel goes: one contiguous matrix per block, one after another."""
+        tokens, shape = panel.stop - panel.start, (panel.stop - panel.start, len(self.weight))
+        flat = self.workspace.scratch("softmax", shape, self.compute_dtype, self.device).view(-1)
+        return [flat[tokens * e.start : tokens * e.stop].view(tokens, -1) for e in self.blocks]
+
+    def _clear_targets(self, panel: slice, softmax: list[Tensor]) -> None:
+        """Sets the entries of the targets to 0."""
+        targets, most = self.targets[panel], self.settings.block_vocab
+        start = targets // most * most
+        width = (len(self.weight) - start).clamp(max=most)
+        row = torch.arange(len(targets), device=self.device)
+        place = len(targets) * start + row * width + (targets - start)
+        flat = softmax[0].as_strided((len(targets) * len(self.weight),), (1,))
+        flat.index_fill_(0, place, 0.0)
+
+    def _head_sum(self) -> Tensor:
+        """The sum of the head's rows as multiplied, [H] `wide`."""
+        total = torch.zeros(self.weight.shape[1], dtype=self.wide, device=self.device)
+        for entry in self.blocks:
+            total += self._operand(self.weight[entry], "head", low=True).sum(0, dtype=self.wide)
+        return total
+
+    def _operand(self, values: Tensor, name: str, *, low: bool) -> Tensor:
+        """A matrix rounded to the compute dtype: held in it (`low`), or as float32."""
+        if self.compute_dtype == torch.float32:
+            return values
         shape = (values.shape[0], values.shape[1])
-        low = values
-        if values.dtype != self.precision.compute:
-            low = self.workspace.scratch(name, shape, self.precision.compute, self.device)
-            low.copy_(values)
+        rounded = values
+        if values.dtype != self.compute_dtype:
+            rounded = self.workspace.scratch(name, shape, self.compute_dtype, self.device)
+            rounded.copy_(values)
+        if low:
+            return rounded
+        return self.workspace.scratch(name, shape, torch.float32, self.device).copy_(rounded)
+
+    def _product(self, left: Tensor, right: Tensor, name: str) -> Tensor:
+        """left @ right, in float32 or, of bfloat16 on a CPU, in bfloat16; valid until the next of
+        that name."""
         if self.narrow:
-            return low, low
-        wide = self.workspace.scratch(name, shape, torch.float32, self.device).copy_(low)
-        return wide, low if self.rounded_products else wide
+            return torch.mm(left, right, out_dtype=torch.float32)
+        shape = (left.shape[0], right.shape[1])
+        out = self.workspace.scratch(name, shape, left.dtype, self.device)
+        return torch.mm(left, right, out=out)
 
-    def _logits(self, tile: slice, head: Tensor) -> Tensor:
-        """One tile of logits, [tokens, entries] float32, valid until the next call."""
-        rows = self.hidden[tile]
-        if self.narrow:
-            return torch.mm(rows, head.t(), out_dtype=torch.float32)
-        shape = (len(rows), len(head))
-        out = self.workspace.scratch("logits", shape, torch.float32, self.device)
-        return torch.mm(rows, head.t(), out=out)
-
-    def _rounded(self, logits_grad: Tensor) -> Tensor:
-        """The gradient of a tile as the backward products take it."""
-        if not self.rounds or self.rounds_within:
-            return logits_grad  # `bf16_products`: the product itself rounds
-        shape = (logits_grad.shape[0], logits_grad.shape[1])
-        low = self.workspace.scratch("gradient", shape, self.precision.compute, self.device)
-        low.copy_(logits_grad)
-        return low if self.narrow or self.rounded_products else logits_grad.copy_(low)
-
-    def _add_product(self, into: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> None:
+    def _put(self, into: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> None:
         """`into` += left @ right, or = where `fresh`, in float32."""
         if self.narrow or self.rounded_products:
-            product = (
-                torch.mm(left, right, out_dtype=torch.float32)
-                if self.narrow
-                else torch.mm(left, right)
-            )
+            product = self._product(left, right, "head gradient")
             (into.copy_ if fresh else into.add_)(product)
         elif fresh:
             torch.mm(left, right, out=into)
         else:
             into.addmm_(left, right)
+
+
+def panel_tokens(settings: LossSettings, width: int, compute: torch.dtype) -> int:
+    """The most tokens in one panel: so many that its softmax takes no more memory than the
+    gradient of the head, but not so few that products are slow."""
+    fitting = torch.float32.itemsize * width // compute.itemsize
+    return min(max(fitting, LEAST_TOKENS), settings.tile_tokens)
+
+
+def hand_over(
+    gradient: Tensor, scale: Tensor, weight: Tensor, workspace: Workspace
+) -> Tensor | None:
+    """The head's gradient times `scale`: returned for autograd, or left in `weight.grad` where it
+    is to be written directly. Overwrites `gradient`, which came from the workspace."""
+    if not writes_directly(workspace, weight):
+        return gradient.mul_(scale)
+    if weight.grad is None:
+        weight.grad = gradient.mul_(scale)
+    else:
+        weight.grad.addcmul_(gradient, scale)
+        workspace.keep(gradient)
+    return None
 
 
 def writes_directly(workspace: Workspace, weight: Tensor) -> bool:

@@ -40,7 +40,11 @@ class Workspace:
         if grad is None or is_split(grad):  # a part is no place for the gradient of the whole
             return
         if grad.layout == torch.strided and grad.is_contiguous():
-            self._spare = grad.detach()
+            self.keep(grad.detach())
+
+    def keep(self, spare: Tensor) -> None:
+        """Take a tensor [V, H] that nobody needs any more, for the next gradient."""
+        self._spare = spare
 
     def gradient(self, weight: Tensor) -> Tensor:
         """A tensor for a gradient of `weight`, contents undefined; it leaves the workspace."""
