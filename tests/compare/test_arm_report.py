@@ -170,6 +170,10 @@ def test_seeds_without_a_spread_name_no_winner(
     (decided,) = json.loads((comparison.report / "results.json").read_text())["deciding"]
     number = json.loads((comparison.report / "results.json").read_text())["results"][decided]
     assert (number["winner"], number["seeds"]) == (None, None)
+    found = comparison.to_json()["results"][decided]
+    assert found["seeds"] is None
+    assert set(found["why"]) == {"seeds"}
+    assert found["why"]["seeds"] in text.replace("\\_", "_")
 
 
 def test_unpaired_seeds_without_a_spread_name_no_winner(tmp_path: Path) -> None:

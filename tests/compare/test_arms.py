@@ -279,6 +279,7 @@ def test_the_document_for_machines(runs: Path) -> None:
     assert len(number["seeds"]["interval"]) == len(number["documents"]["interval"]) == 2
     assert 0 < number["seeds"]["p"] < 0.05
     assert number["winner"] == "b"
+    assert "why" not in number
     assert number["b"] - number["a"] == pytest.approx(number["difference"])
     more = compare_arms({**arms, "noisy": arm(runs, "noisy")}, treatment=["model"]).to_json()
     assert [pair["b"] for pair in more["pairs"]] == ["mha", "noisy"]

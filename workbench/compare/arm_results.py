@@ -109,8 +109,10 @@ class ArmNumber:
         return significant and self.seeds is not None and self.seeds.excludes_zero
 
     def to_json(self) -> dict[str, Any]:
-        """The number as `wb compare --json` prints it."""
+        """The number as `wb compare --json` prints it; `why` says what it lacks, and why."""
         test, documents = self.seeds, self.documents
+        lacks = {"values": self.blank, "seeds": self.no_seeds, "documents": self.no_documents}
+        why = {what: reason for what, reason in lacks.items() if reason}
         return {
             "a": self.mean_a,
             "b": self.mean_b,
@@ -132,6 +134,7 @@ class ArmNumber:
             and {"n": documents.n, "interval": list(documents.interval), "level": self.level},
             "winner": self.winner,
             "values": {"a": list(self.a), "b": list(self.b)},
+            **({"why": why} if why else {}),
         }
 
 
