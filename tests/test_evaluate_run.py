@@ -21,7 +21,7 @@ from workbench.core.data import atomic
 from workbench.core.data.loading import load_data
 from workbench.core.downstream import read_task, score_task
 from workbench.core.load_model import load_model
-from workbench.core.losses import LossSettings
+from workbench.core.loss_settings import LossSettings
 from workbench.errors import StoreError, UserError
 from workbench.evaluate_run import EvalOutcome, evaluate_run
 from workbench.run import RunOutcome

@@ -28,7 +28,7 @@ from workbench.core.downstream import (
     score_task,
     write_items,
 )
-from workbench.core.losses import LossSettings
+from workbench.core.loss_settings import LossSettings
 from workbench.core.model import Transformer, build_model
 from workbench.core.precision import FLOAT32
 

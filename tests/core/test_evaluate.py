@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from workbench.core import evaluate as evaluation
 from workbench.core.data.evaluation_sets import EvaluationSet
 from workbench.core.evaluate import SetScore, evaluate, write_scores
-from workbench.core.losses import LossSettings
+from workbench.core.loss_settings import LossSettings
 from workbench.core.model import Transformer
 from workbench.core.precision import FLOAT32
 from workbench.run import Components

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.tiny_runs import tiny_parts
-from workbench.core import losses
+from workbench.core import loss_settings
 from workbench.core.checkpoint import save_checkpoint
 from workbench.core.counts import count_parameters
 from workbench.core.footprint import (
@@ -33,7 +33,8 @@ from workbench.core.footprint import (
     model_parameters,
     whole_weights_bytes,
 )
-from workbench.core.losses import LossSettings, linear_cross_entropy
+from workbench.core.loss_settings import LossSettings
+from workbench.core.losses import linear_cross_entropy
 from workbench.core.model import Transformer, build_model, training_forward
 from workbench.core.optim import kind_of
 from workbench.core.precision import FLOAT32, Precision, takes_float32
@@ -240,7 +241,7 @@ def test_accumulation_costs_a_gradient_of_the_head_and_checkpointing_saves_some(
 
 
 def test_tiles_are_those_of_the_loss() -> None:
-    assert (TILE_TOKENS, LEAST_TOKENS) == (losses.TILE_TOKENS, losses.LEAST_TOKENS)
+    assert (TILE_TOKENS, LEAST_TOKENS) == (loss_settings.TILE_TOKENS, loss_settings.LEAST_TOKENS)
 
 
 def test_only_tensors_of_the_heap_leave_holes() -> None:

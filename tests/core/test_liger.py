@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from workbench.core import liger, losses
 from workbench.core.liger import choose_loss_backend
-from workbench.core.losses import IGNORED, LossSettings, LossSums
+from workbench.core.loss_settings import LossSettings
+from workbench.core.losses import IGNORED, LossSums
 from workbench.core.precision import FLOAT32, Precision
 from workbench.core.workspace import Workspace
 from workbench.errors import UserError

@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.core import losses
+from workbench.core.loss_settings import LEAST_TOKENS, LossSettings
 from workbench.core.losses import (
     IGNORED,
-    LossSettings,
     LossSums,
     linear_cross_entropy,
     linear_nll,
-    panel_tokens,
 )
 from workbench.core.precision import FLOAT32, Precision
 from workbench.core.workspace import Workspace
@@ -472,9 +471,9 @@ def test_no_tensor_is_larger_than_the_head(precision: Precision) -> None:
 def test_the_softmax_of_a_panel_fits_into_the_gradient_of_the_head(
     width: int, compute: torch.dtype, chunk: int, tokens: int
 ) -> None:
-    found = panel_tokens(LossSettings(chunk_tokens=chunk), width, compute)
+    found = LossSettings(chunk_tokens=chunk).panel_tokens(width, compute)
     assert found == tokens
-    assert found * compute.itemsize <= max(width * 4, losses.LEAST_TOKENS * 4)
+    assert found * compute.itemsize <= max(width * 4, LEAST_TOKENS * 4)
 
 
 def test_gradients_are_handed_over_once() -> None:

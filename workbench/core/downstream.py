@@ -38,7 +38,7 @@ from workbench.core.data.tokenizer import Tokenizer
 from workbench.errors import did_you_mean, storing
 
 if TYPE_CHECKING:
-    from workbench.core.losses import LossSettings
+    from workbench.core.loss_settings import LossSettings
     from workbench.core.model import Transformer
 
 TOKENS_AT_ONCE = 4096  # memory, not the result, depends on it

@@ -24,7 +24,8 @@ import torch
 
 from workbench.core.data import atomic
 from workbench.core.data.evaluation_sets import IGNORED, EvaluationSet, scoring_batches
-from workbench.core.losses import LossSettings, linear_nll
+from workbench.core.loss_settings import LossSettings
+from workbench.core.losses import linear_nll
 from workbench.core.model import Transformer
 from workbench.core.parallel import ALONE, Team
 from workbench.errors import storing

@@ -33,7 +33,7 @@ FLOAT, WIDE, INDEX, ROUTE = 4, 8, 8, 2
 """Bytes of float32, of float64, of an int64 index, and of an int16 entry of a route table."""
 
 TILE_TOKENS, LEAST_TOKENS = 1024, 128
-"""Tokens in a tile of logits: those of `losses`."""
+"""Tokens in a tile of logits: those of `loss_settings`."""
 
 COMPILER_BYTES = 140_000_000
 """Modules of torch's compiler, which `torch.optim` loads when the first optimizer is built, whether

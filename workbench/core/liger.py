@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workbench.core.loss_settings import LossSettings
 from workbench.core.losses import (
     IGNORED,
-    LossSettings,
     LossSums,
     check_inputs,
     scored_tokens,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.core.data.batches import TokenDigest, TrainStream
-from workbench.core.losses import LossSettings, LossSums, linear_cross_entropy
+from workbench.core.loss_settings import LossSettings
+from workbench.core.losses import LossSums, linear_cross_entropy
 from workbench.core.model import TrainingForward, Transformer, training_forward
 from workbench.core.optim import rates, set_learning_rates
 from workbench.core.parallel import ALONE, Team
