@@ -1,14 +1,15 @@
 """Trains one spec with several processes over gloo, forked from one that has torch loaded.
 
 `python tests/ranks.py FOLDER` reads `cases.json` there, a list of `{"name", "processes", "spec",
-"options", "kill", "poison", "patience", "run", "launched"}`, and runs one after the other, each
-with `runs/RUN` as its run (or `runs/NAME`). `launched`: one process as torchrun starts it. `kill`
-is `[rank, step]`: that process ends itself by SIGKILL after that step. `poison` is
+"options", "kill", "poison", "patience", "run", "launched", "meddle"}`, and runs one after another,
+each with `runs/RUN` as its run (or `runs/NAME`). `launched`: one process as torchrun starts it.
+`kill`, `[rank, step]`: that process ends itself by SIGKILL after that step. `poison` is
 `[rank, step, what]`: there the `gradient` is NaN from a block on, or the hidden states, and so the
-`loss`, are infinite. `patience`: the seconds after which what hangs is ended. Prints one JSON
-document: of each case the exit codes by rank, the seconds it took, what each rank said, the record
-that was there when it ended, and the seconds from the kill to then. A rank ends as any interpreter
-does, so that what its end comes to shows in its exit code.
+`loss`, are infinite. `meddle` is what else happens to one of them, see meddling.py. `patience`: the
+seconds after which what hangs is ended. Prints one JSON document: of each case the exit codes by
+rank, the seconds it took, what each rank said, the files in the store that each but rank zero
+wrote, the record that was there when it ended, and the seconds from the kill to then. A rank ends
+as any interpreter does, so that what its end comes to shows in its exit code.
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ import matplotlib.figure  # noqa: F401
 import torch
 import torch._inductor
 import torch.distributed
+from meddling import WAYS
 
 from workbench import run as runner
 from workbench.cli import main as wb
+from workbench.core import evaluate
 from workbench.recorder import Follower, Recorder
 from workbench.track.events import NullTracker
 
 PATIENCE_SECONDS = 90
+
+# Few, so that even a small set is several batches, of which each process scores some.
+evaluate.TOKENS_AT_ONCE = 512
 
 
 def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +61,12 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     codes = [_code(process, began + patience) for process in processes]
     seconds, ended = time.monotonic() - began, time.time()
     said = [_said(folder, case, rank).read_text() for rank in range(case["processes"])]
+    wrote = [
+        sorted({*_wrote(folder, case, rank).read_text().splitlines()})
+        for rank in range(case["processes"])
+    ]
     record = json.loads((folder / "mlruns/runs" / run_of(case) / "run_config.json").read_text())
-    found = {"codes": codes, "seconds": seconds, "said": said, "document": record}
+    found = {"codes": codes, "seconds": seconds, "said": said, "wrote": wrote, "document": record}
     killed = folder / f"{case['name']}.killed"
     return found | {"after_kill": ended - killed.stat().st_mtime if killed.exists() else None}
 
@@ -80,6 +90,26 @@ def _said(folder: Path, case: dict[str, Any], rank: int) -> Path:
     return folder / f"{case['name']}.{rank}.txt"
 
 
+def _wrote(folder: Path, case: dict[str, Any], rank: int) -> Path:
+    return folder / f"{case['name']}.{rank}.wrote"
+
+
+def _note_writes(store: Path, to: int) -> None:
+    """Notes whatever this process opens to write, makes, renames or removes in the store."""
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    changing = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}
+
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        if event in changing or (
+            event == "open" and isinstance(given[2], int) and given[2] & writing
+        ):
+            path = given[0]
+            if isinstance(path, str | Path) and str(path).startswith(str(store)):
+                os.write(to, f"{Path(path).relative_to(store)}\n".encode())
+
+    sys.addaudithook(hear)
+
+
 def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
     os.environ.update(WB_HOME=str(folder / "mlruns"), WB_MLFLOW_WAIT="0")
     if case["processes"] > 1 or case.get("launched"):
@@ -91,9 +121,14 @@ def _rank(folder: Path, case: dict[str, Any], rank: int, port: int) -> NoReturn:
             kind.flush = _killing(kind.flush, case["kill"][1], folder / f"{case['name']}.killed")  # type: ignore[method-assign]
     if case.get("poison") and case["poison"][0] == rank:
         runner.build_model = _poisoned(runner.build_model, *case["poison"][1:])
+    if case.get("meddle") and case["meddle"][0] == rank:
+        WAYS[case["meddle"][1]](*case["meddle"][2:])
     said = os.open(_said(folder, case, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    wrote = os.open(_wrote(folder, case, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    if rank:
+        _note_writes(folder / "mlruns", wrote)
     sys.argv = ["wb", "run", case["spec"], f"name={run_of(case)}", *case.get("options", [])]
     wb()
     sys.exit(0)

@@ -44,6 +44,7 @@ class Ran:
     codes: list[int]
     seconds: float
     said: list[str]
+    wrote: list[list[str]]  # files in the store that each rank but zero wrote
     document: dict[str, Any]  # the record as it was when they ended
     after_kill: float | None  # seconds from the kill to the end of all
     folder: Path
@@ -257,6 +258,7 @@ def test_several_processes_make_one_run(worlds: dict[str, Ran]) -> None:
         for folder in (worlds["one"].folder, worlds["two"].folder)
     )
     assert alone == together
+    assert worlds["two"].wrote[1] == []
 
 
 @pytest.mark.slow

@@ -126,8 +126,7 @@ def train(
         set_learning_rates(optimizers, spec, step)
         values = model_values(spec, step)
         model.set_values(values)
-        # Before anything is taken from it: a stream that cannot be read leaves the state whole.
-        ended = is_last(spec, state.stream, step, steps, unread=1)
+        ended = read_ahead(spec, state, step, steps, team)
         windows = state.stream.next_batch(spec.sequences_per_update)  # [N, S + 1]
         scored = windows.shape[0] * training.seq_len
         micro_batches = [
@@ -206,6 +205,21 @@ def train(
             seconds=clock() - began,
             is_last=ended,
         )
+
+
+def read_ahead(spec: RunSpec, state: TrainState, step: int, last: int | None, team: Team) -> bool:
+    """Reads what this step trains on; returns whether the run ends with it.
+
+    Nothing is taken yet: where the stream cannot be read, or a signal ends the wait for it, in one
+    process of the team, no process has begun the step and the state of all is whole.
+    """
+
+    def read() -> bool:
+        state.stream.require(spec.sequences_per_update)
+        return is_last(spec, state.stream, step, last, unread=1)
+
+    # Other data are there already: nothing that one process waits for.
+    return team.agreed(read) if state.stream.is_open_ended else read()
 
 
 def loss_settings(spec: RunSpec) -> LossSettings:

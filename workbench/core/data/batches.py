@@ -181,6 +181,13 @@ class TrainStream(Protocol):
     def has_next(self, count: int) -> bool:
         """Whether there are `count` more windows."""
 
+    def require(self, count: int) -> None:
+        """Reads on until `count` more windows are there, so that `next_batch` only takes them.
+
+        Raises:
+            DataError: there are not so many, or they cannot be read.
+        """
+
     def next_batch(self, count: int) -> Windows:
         """The next `count` windows [count, S + 1]; the stream moves on."""
 
@@ -232,6 +239,9 @@ class WindowStream:
     def has_next(self, count: int) -> bool:
         """Always: after the last window comes the first."""
         return True
+
+    def require(self, count: int) -> None:
+        """They are always there."""
 
     def interrupt_by(self, check: Callable[[], None]) -> None:
         """It never waits."""

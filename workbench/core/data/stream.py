@@ -145,8 +145,8 @@ class DocumentStream:
             self._ahead_ids += sum(len(one.ids) for one in batch)
         return True
 
-    def next_batch(self, count: int) -> Windows:
-        """The next `count` windows [count, S + 1]; the stream moves on.
+    def require(self, count: int) -> None:
+        """Reads on until `count` more windows are there.
 
         Raises:
             DataError: the stream ends before, cannot be read on, or has changed.
@@ -155,6 +155,14 @@ class DocumentStream:
             problem = f"the stream ends after {self.sequence:,} sequences and a part of an update"
             allowed = "fewer training.steps, or 0: to the end of the stream"
             raise DataError.at("data (fineweb)", problem, None, allowed)
+
+    def next_batch(self, count: int) -> Windows:
+        """The next `count` windows [count, S + 1]; the stream moves on.
+
+        Raises:
+            DataError: see `require`.
+        """
+        self.require(count)
         batch = np.empty((count, self.seq_len + 1), np.int64)
         begun: list[str] = []
         for row in range(count):
