@@ -33,7 +33,7 @@ from importing.legacy_runs import ORIGINAL
 from importing.test_mlflow_runs import log_runs, mapping
 from mlflow_servers import Server
 from postgres_servers import Postgres, programs
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, track_rows
+from track.tracked_runs import assert_equal_to_file, end_run, make_record, make_run, track_rows
 
 from workbench.importing.complexity import read_complexity
 from workbench.importing.csv_runs import read_csv

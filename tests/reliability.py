@@ -36,11 +36,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded
 import psutil
 import torch
 import tracking_cost
-from faulty_proxy import FaultyProxy, Mode, mlflow_server
 from readers import READERS, Case
 from test_store_faults import CHECKPOINT, OTHERS, assert_told, ended
 from tiny_runs import tiny_spec
-from tracked_runs import (
+from track.faulty_proxy import FaultyProxy, Mode, mlflow_server
+from track.tracked_runs import (
     assert_equal_to_file,
     end_run,
     make_record,

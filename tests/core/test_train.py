@@ -236,6 +236,18 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(
             assert torch.equal(after["state"][key][name], tensor)
 
 
+def test_no_gradient_at_all_stops_before_the_update(tmp_path: Path) -> None:
+    """Squares of such weights leave float32, the norms divide by infinity, and the NLL is ln V."""
+    parts = tiny_parts(tmp_path)
+    with torch.no_grad():
+        for parameter in parts.state.model.parameters():
+            parameter.mul_(1e10 if parameter.ndim > 1 else 1)
+    with pytest.raises(TrainingStoppedError, match=r"step 1: .*exactly zero at \d") as caught:
+        next(train(parts.spec, parts.state))
+    assert caught.value.exit_code == 4
+    assert parts.state.step == 0
+
+
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
     parts = tiny_parts(tmp_path)
     steps = train(parts.spec, parts.state, failing_forward(parts.state.model, 2))

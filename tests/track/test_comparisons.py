@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from full_disks import largest_file
-from tracked_runs import end_run, make_run
+from track.tracked_runs import end_run, make_run
 
 from workbench.publish import publish
 from workbench.track.comparisons import notes_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
-from tracked_runs import end_run, make_record, make_run
+from track.tracked_runs import end_run, make_record, make_run
 
 from workbench.track.comparisons import ComparisonNote, note_comparison
 from workbench.track.description import (

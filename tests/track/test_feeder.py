@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, rows
+from track.tracked_runs import assert_equal_to_file, end_run, make_record, make_run, rows
 
 from workbench.errors import StoreError, UserError
 from workbench.track.feeder import (
@@ -38,7 +38,7 @@ from workbench.track.store import Store
 RUN = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
-from tracked_runs import end_run, make_record, rows
+from track.tracked_runs import end_run, make_record, rows
 from workbench.track.feeder import MlflowTracker, send_again, short_reason
 from workbench.track.journal import Journal, columns
 from workbench.track.record import write_record

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tracked_runs import SETS, rows
+from track.tracked_runs import SETS, rows
 
 from workbench.errors import StoreError, UserError
 from workbench.track.journal import (
@@ -186,9 +186,9 @@ def test_a_full_disk_leaves_whole_lines_and_a_clear_error(tmp_path: Path) -> Non
     path = tmp_path / "metrics.csv"
     code = f"""
     import resource, signal, sys
-    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
     from pathlib import Path
-    from tracked_runs import SETS, rows
+    from track.tracked_runs import SETS, rows
     from workbench.errors import StoreError
     from workbench.track.journal import Journal, columns
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tracked_runs import make_record
+from track.tracked_runs import make_record
 
 from workbench.spec.load import field_types
 from workbench.track.mlflow_fields import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_runs import tiny_spec, untracked_run
-from tracked_runs import assert_equal_to_file
+from track.tracked_runs import assert_equal_to_file
 
 from workbench.core.load_model import load_model
 from workbench.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from full_disks import largest_file, tree
 from tiny_runs import tiny_spec, untracked_run
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
+from track.tracked_runs import assert_equal_to_file, end_run, make_record, make_run, points, rows
 
 from workbench.track import mlflow_store as mlflow_store_module
 from workbench.track.mlflow_fields import params_of

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import FaultyProxy, Mode, mlflow_server
-from tracked_runs import (
+from track.faulty_proxy import FaultyProxy, Mode, mlflow_server
+from track.tracked_runs import (
     assert_equal_to_file,
     end_run,
     make_record,

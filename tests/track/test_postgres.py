@@ -11,7 +11,7 @@ import pytest
 from many_runs import specs
 from mlflow_servers import Server
 from postgres_servers import Postgres, programs
-from tracked_runs import assert_equal_to_file
+from track.tracked_runs import assert_equal_to_file
 
 from workbench.compare import compare_runs
 from workbench.track.feeder import send_run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from full_disks import largest_file
-from tracked_runs import end_run, make_record, make_run
+from track.tracked_runs import end_run, make_record, make_run
 
 from workbench.errors import StoreError, UserError
 from workbench.track.record import write_record
@@ -25,8 +25,8 @@ def start(store: Store, name: str, then: str = "time.sleep(60)") -> subprocess.P
     """Another process that claims a run, says so, and goes on."""
     code = f"""
     import sys, time, os
-    sys.path.insert(0, {str(Path(__file__).parent)!r})
-    from tracked_runs import make_run
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    from track.tracked_runs import make_run
     from workbench.track.store import Store
     folder, record, journal = make_run(Store({str(store.home)!r}), {name!r}, 3)
     print("ready", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracked_runs import assert_equal_to_file, end_run, make_record, make_run
+from track.tracked_runs import assert_equal_to_file, end_run, make_record, make_run
 
 from workbench.cli import _guarded
 from workbench.study.ledger import Ledger

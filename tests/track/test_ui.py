@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tracked_runs import assert_equal_to_file, end_run, make_run, points
+from track.tracked_runs import assert_equal_to_file, end_run, make_run, points
 
 from workbench.errors import StoreError, UserError
 from workbench.track.mlflow_store import Feed, connect

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from faulty_proxy import FaultyProxy, Mode
+from track.faulty_proxy import FaultyProxy, Mode
 
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.feeder import MlflowTracker

@@ -48,6 +48,10 @@ Loss = Callable[[Tensor, Tensor, Tensor, LossSettings, Precision, Workspace], Lo
 """A loss backend: sums over one micro-batch, see `losses.linear_cross_entropy`."""
 
 
+LEARNED_NLL = 1e-3
+"""Nats per token above which something is left to learn, so that there must be a gradient."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one update measured. Losses are means over all its tokens, in nats per token.
@@ -104,8 +108,8 @@ def train(
     All processes of the `team` yield the same results, but for the seconds.
 
     Raises:
-        TrainingStoppedError: a loss or a gradient is not finite, or an expert gets tokens and no
-            gradient; the weights are those before the update.
+        TrainingStoppedError: a loss or a gradient is not finite, there is no gradient, or an expert
+            gets tokens and none; the weights are those before the update.
     """
     training = spec.training
     model, optimizers = state.model, state.optimizers
@@ -176,6 +180,8 @@ def train(
         norm = clip_gradients(model, training.max_grad_norm, team)
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise not_finite(model, step, total, norm, team)
+        if norm == 0 and nll > LEARNED_NLL:
+            raise no_gradient(step, nll)
         state.watch.check(step, routes, team)
         for optimizer in optimizers:
             optimizer.step()
@@ -261,6 +267,15 @@ def not_finite(
     return TrainingStoppedError.at(
         f"step {step}",
         f"loss or gradient is not finite ({what}{where}{more}); stopped before the update",
+    )
+
+
+def no_gradient(step: int, nll: float) -> TrainingStoppedError:
+    """The error of an update that would change nothing, with a loss that is not small."""
+    return TrainingStoppedError.at(
+        f"step {step}",
+        f"the gradient of all parameters is exactly zero at {nll:.4g} nats per token, so that "
+        "nothing is learned (weights too large or too small for float32 do that)",
     )
 
 
