@@ -42,7 +42,6 @@ from track.tracked_runs import end_run, make_record, rows
 from workbench.track.feeder import MlflowTracker, send_again, short_reason
 from workbench.track.journal import Journal, columns
 from workbench.track.record import write_record
-from workbench.track.record import write_record
 from workbench.track.store import Store
 store = Store({home!r})
 record = make_record({name!r})
@@ -60,7 +59,7 @@ FINISH = "end_run(folder, record)\nprint(tracker.finish(record), flush=True)"
 
 
 def run_process(store: Store, name: str, then: str) -> subprocess.Popen[str]:
-    code = RUN.format(tests=str(Path(__file__).parent), home=str(store.home), name=name) + then
+    code = RUN.format(tests=str(Path(__file__).parents[1]), home=str(store.home), name=name) + then
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
     )
