@@ -38,7 +38,7 @@ from workbench.errors import StoreError
 from workbench.run import RunOutcome
 from workbench.spec.checklist import FREE, tag_of
 from workbench.spec.run import RunSpec
-from workbench.track.events import NullTracker, Say, silent
+from workbench.track.events import NullTracker, Say, nothing, silent
 from workbench.track.journal import MEASURED_COLUMNS, read_metrics
 from workbench.track.mlflow_fields import leaves
 from workbench.track.mlflow_store import Feed, connect, read_position
@@ -660,7 +660,10 @@ def test_ctrl_c_while_mlflow_is_waited_for_does_not_undo_the_end(
     tmp_path: Path, handlers: None
 ) -> None:
     class Slow(NullTracker):
-        def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+        def finish(
+            self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+        ) -> str | None:
+            ready()
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
             return None
@@ -838,7 +841,9 @@ def test_a_disk_that_stays_full_leaves_a_run_that_is_seen_to_have_ended(
     """The record cannot say so, but nobody holds the run; and the tracker is let go."""
 
     class Watcher(NullTracker):
-        def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+        def finish(
+            self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+        ) -> str | None:
             seen.append(effective_status(store.runs / "tiny"))
             return None
 
@@ -895,6 +900,36 @@ def test_a_console_that_is_gone_does_not_end_a_run(
     assert outcome.record.status == "FINISHED"
 
 
+def test_a_ctrl_c_while_the_result_is_told_ends_the_wait_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    told: list[runner.RunOutcome] = []
+
+    def tell(outcome: runner.RunOutcome) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        told.append(outcome)
+
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+            address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+            monkeypatch.setenv("WB_MLFLOW_WAIT", "60")
+            began = time.monotonic()
+            outcome = runner.run(
+                tiny_spec(tmp_path), Store(tmp_path / "mlruns"), ["run"], ended=tell
+            )
+            assert time.monotonic() - began < 30
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for child in psutil.Process().children():
+            if "workbench.track.feeder" in child.cmdline():
+                child.kill()
+    assert told == [outcome]
+    assert (outcome.record.status, outcome.exit_code) == ("FINISHED", 0)
+
+
+@pytest.mark.slow
 def test_the_result_is_told_before_the_wait_for_mlflow_and_ctrl_c_ends_only_the_wait(
     tmp_path: Path,
 ) -> None:

@@ -71,3 +71,15 @@ def test_an_ignored_signal_stays_ignored() -> None:
         send(signal.SIGINT)
         assert stop.number == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_what_came_too_late_to_be_answered_is_sent_again() -> None:
+    with StopRequests() as stop:
+        send(signal.SIGTERM)
+        stop.forget()
+        stop.check()
+        stop.release()
+    with StopRequests() as stop:
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            stop.release()

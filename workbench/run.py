@@ -228,16 +228,15 @@ def _run(
             with reporter:
                 exit_code = _train_and_record(parts, recorder, reporter, stop)
             outcome = RunOutcome(recorder.record, folder, exit_code)
-            stop.restore()
+            # The end is recorded: a signal from here on cuts the wait for the tracker short.
+            stop.forget()
             recorder.close()
             if team.is_first:
                 ended(outcome)
         finally:
-            # The end is recorded: from here on a signal may cut the wait for the tracker short.
-            stop.restore()
             recorder.close()
             team.leave()
-            recorder.wait_for_tracker(reporter.say)
+            recorder.wait_for_tracker(reporter.say, stop.release)
     return outcome
 
 

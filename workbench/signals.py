@@ -49,6 +49,16 @@ class StopRequests:
             number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def forget(self) -> None:
+        """What has come so far was answered."""
+        self.number = None
+
+    def release(self) -> None:
+        """Gives the signals back, and sends the one again that has come and was not answered."""
+        self.restore()
+        if self.number is not None:
+            signal.raise_signal(self.number)
+
     def check(self) -> None:
         """Raises InterruptedRunError once a signal has come. To be called between units of work."""
         if self.number is not None:

@@ -147,6 +147,7 @@ def preempt_local(lab: Lab, run: str) -> None:
         task.send_signal(signal.SIGUSR2)
 
 
+@pytest.mark.slow
 def test_a_preempted_job_is_queued_again_and_its_run_goes_on(lab: Lab) -> None:
     lab.tell(seconds=8.0)
     run = "small-routed-s1"

@@ -18,6 +18,10 @@ def silent(line: str) -> None:
     """Says nothing."""
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 class Tracker(Protocol):
     """Follows one run. No method may raise, or wait longer than it says."""
 
@@ -30,10 +34,13 @@ class Tracker(Protocol):
     def update(self, record: RunRecord) -> None:
         """The record in the folder has changed (facts became known)."""
 
-    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+    def finish(
+        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+    ) -> str | None:
         """The run has ended, as its record says. Returns what is still pending, or None.
 
-        `say` takes a line for the person who waits.
+        `say` takes a line for the person who waits; `ready` is called once an interrupt ends the
+        wait and nothing else.
         """
 
     def close(self) -> None:
@@ -52,8 +59,11 @@ class NullTracker:
     def update(self, record: RunRecord) -> None:
         """Does nothing."""
 
-    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+    def finish(
+        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+    ) -> str | None:
         """Nothing is ever pending."""
+        ready()
         return None
 
     def close(self) -> None:
@@ -83,8 +93,11 @@ class MemoryTracker:
         """Keeps a copy of the record."""
         self.records.append(record.model_copy(deep=True))
 
-    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+    def finish(
+        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+    ) -> str | None:
         """Keeps a copy of the last record."""
+        ready()
         self.records.append(record.model_copy(deep=True))
         self.finished = True
         return None

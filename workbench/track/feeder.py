@@ -24,12 +24,12 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from workbench.errors import StoreError, UserError, reason_of
-from workbench.track.events import Say, Values, silent
+from workbench.track.events import Say, Values, nothing, silent
 from workbench.track.provenance import PACKAGE, redact
 from workbench.track.record import RunRecord, read_record
 from workbench.track.store import Store, is_locked
@@ -140,7 +140,9 @@ class MlflowTracker:
     def update(self, record: RunRecord) -> None:
         """Nothing to do: the feeder reads `run_config.json`."""
 
-    def finish(self, record: RunRecord, say: Say = silent) -> str | None:
+    def finish(
+        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+    ) -> str | None:
         """Waits until MLflow has everything, at most `grace_seconds`; else says what is pending.
 
         `say` is told of a wait that one notices. Ctrl-C ends the wait and nothing else: the feeder
@@ -148,10 +150,12 @@ class MlflowTracker:
         """
         child = self._child
         if child is None:
+            ready()
             return self._pending
         late = False
         try:
             self._hang_up()
+            ready()
             self._wait(child, say)
         except subprocess.TimeoutExpired:
             late = True
