@@ -22,6 +22,7 @@ from workbench.core import saving
 from workbench.core import train as training
 from workbench.core.checkpoint import checkpoints
 from workbench.core.data.batches import TokenDigest
+from workbench.core.losses import IGNORED, LossSums, linear_cross_entropy
 from workbench.core.model import Block, Output, TrainingForward, Transformer, build_model
 from workbench.core.moe import TokenRouted
 from workbench.core.optim import parameter_table
@@ -133,14 +134,30 @@ def test_accumulation_equals_one_large_batch_over_20_steps(tmp_path: Path) -> No
     assert first[1:] == pytest.approx([first[0]] * 2, rel=1e-5)
 
 
-def test_a_micro_batch_weighs_as_many_tokens_as_it_has() -> None:
-    """The step divides sums by the tokens of the whole update: [2, 0] and [0, 2] add up."""
-    model = nn.Module()
-    model.register_parameter("w", nn.Parameter(torch.zeros(2)))
-    for micro in ([2.0, 0.0], [0.0, 2.0]):
-        (model.w * torch.tensor(micro)).sum().backward()
-    assert clip_gradients(model, 1.0) == pytest.approx(math.sqrt(8))
-    torch.testing.assert_close(model.w.grad, torch.full((2,), 0.5**0.5))
+def test_a_micro_batch_weighs_as_many_tokens_as_it_has(tmp_path: Path) -> None:
+    """With a loss that leaves out many targets of one sequence and few of another: not a mean of
+    the means of micro-batches."""
+    counts: list[int] = []
+
+    def uneven(hidden: Tensor, weight: Tensor, targets: Tensor, *more: Any) -> LossSums:
+        each = targets.unflatten(0, (-1, 32))
+        left_out = each % 5 < each[:, :1] % 5
+        sums = linear_cross_entropy(
+            hidden, weight, each.masked_fill(left_out, IGNORED).flatten(), *more
+        )
+        counts.append(sums.tokens)
+        return sums
+
+    found = []
+    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+        layout = {"batch_size": batch, "gradient_accumulation_steps": accumulation, "steps": 3}
+        found.append(train_all(tiny_parts(tmp_path, training=layout), loss=uneven))
+    of_single_sequences = counts[-12:]
+    assert max(of_single_sequences) > 2 * min(of_single_sequences)
+    for name in ("nll", "objective", "grad_norm"):
+        whole, *split = ([getattr(r, name) for r in results] for results in found)
+        for one in split:
+            assert one == pytest.approx(whole, rel=1e-5), name
 
 
 def test_one_clip_over_all_parameters_and_zero_is_off() -> None:

@@ -110,13 +110,6 @@ def test_order_does_not_depend_on_batches_or_ranks() -> None:
     assert ranks.sequence == 0
 
 
-def test_ranks_read_disjoint_windows_that_make_up_the_epoch() -> None:
-    source = stream(count=161)
-    seen = [{int(s[0]) for s in source.sequences(range(rank, 16, 2))} for rank in (0, 1)]
-    assert not seen[0] & seen[1]
-    assert len(seen[0] | seen[1]) == 16
-
-
 @pytest.mark.parametrize(
     "changed",
     [{"seed": 2}, {"order": "sequential"}, {"seq_len": 5}, {"count": 102}, {"content": "d"}],
