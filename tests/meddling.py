@@ -45,6 +45,15 @@ def signalled(step: int, name: str) -> None:
     after_step(step, lambda: send(signal.Signals[name]))
 
 
+def failing(step: int) -> None:
+    """This process alone raises, after a step."""
+
+    def fail() -> None:
+        raise LookupError("nowhere to be found")
+
+    after_step(step, fail)
+
+
 def signalled_while_waiting(file: int) -> None:
     """The server of a file of the stream is lost, and this process is told to end as it waits."""
     whole = stream_data.folder_source
@@ -105,5 +114,6 @@ def _small(write: Any) -> Any:
 
 
 WAYS: dict[str, Callable[..., None]] = {
-    way.__name__: way for way in (signalled, signalled_while_waiting, killed_in_save, without_room)
+    way.__name__: way
+    for way in (signalled, failing, signalled_while_waiting, killed_in_save, without_room)
 }

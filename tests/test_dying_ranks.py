@@ -92,3 +92,34 @@ def test_a_killed_rank_is_named_by_those_that_are_left(tmp_path: Path, parallel:
     again = ran(tmp_path, [resume])["killed_0"]
     assert again.codes == [0] * 3, again.said
     assert again.record.model_dump()["resumes"][-1]["step"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_error_of_one_rank_alone_ends_all_by_name_and_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for the reports of what is no user's error
+    training = WHOLE | {"global_batch_size": 6, "parallel": parallel}
+    spec = spec_file(tmp_path, "three", training=training)
+    cases: list[dict[str, Any]] = [
+        {"name": f"failing_{rank}", "processes": 3, "spec": spec, "meddle": [rank, "failing", 7]}
+        for rank in (0, 2)
+    ]
+    found = ran(tmp_path, cases)
+    cause = "LookupError: nowhere to be found"
+    for rank in (0, 2):
+        run = found[f"failing_{rank}"]
+        assert run.codes == [70] * 3, run.said
+        assert run.seconds < 30, "all of it, of which the start takes the most"
+        errors = [[one for one in said.splitlines() if "error: " in one] for said in run.said]
+        # It says so itself, rank zero for all where it is another; the rest are silent.
+        expected: list[list[str]] = [[], [], []]
+        expected[rank] = [f"{'rank 2: ' if rank else ''}error: wb: a fault in wb itself: {cause}"]
+        if rank:
+            expected[0] = [f"error: rank 2: has ended: {cause}"]
+        assert [[one.split(";")[0] for one in lines] for lines in errors] == expected
+        assert "Traceback" not in "".join(run.said)
+        assert run.document["status"] == "FAILED"
+        error = f"PeerError: rank 2: has ended: {cause}" if rank else cause
+        assert run.document["error"] == error
