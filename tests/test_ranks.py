@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from parquet_streams import three_files
-from tiny_runs import sections, tiny_parts
+from tiny_runs import sections, tiny_parts, tiny_spec
 
 from workbench.compare import compare_runs
 from workbench.core.load_model import load_model
@@ -205,6 +205,13 @@ def test_processes_that_do_not_divide_the_batch_are_refused(tmp_path: Path) -> N
     assert spec.on(4).micro_batch_size == 2
     with pytest.raises(UserError, match="3 processes"):
         spec.on(3)
+
+
+def test_tokens_of_a_step_are_those_of_all_processes_and_micro_batches(tmp_path: Path) -> None:
+    training = {"batch_size": 2, "gradient_accumulation_steps": 3, "seq_len": 32, "steps": 5}
+    spec = tiny_spec(tmp_path, training=training).on(4)
+    assert spec.tokens_per_step == 2 * 3 * 4 * 32
+    assert spec.total_tokens == 5 * 2 * 3 * 4 * 32
 
 
 def test_a_rank_that_dies_ends_the_run_in_seconds_by_name(worlds: dict[str, Ran]) -> None:
