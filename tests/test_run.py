@@ -34,11 +34,14 @@ from workbench.compare.facts import facts_of_record, is_known
 from workbench.core.checkpoint import checkpoints
 from workbench.core.model import Transformer, build_model
 from workbench.core.precision import FLOAT32
+from workbench.core.saving import Saver
+from workbench.core.train import StepResult
 from workbench.errors import StoreError
+from workbench.progress import Reporter
 from workbench.run import RunOutcome
 from workbench.spec.checklist import FREE, tag_of
 from workbench.spec.run import RunSpec
-from workbench.track.events import NullTracker, Say, nothing, silent
+from workbench.track.events import NullTracker, Say, never, silent
 from workbench.track.journal import MEASURED_COLUMNS, read_metrics
 from workbench.track.mlflow_fields import leaves
 from workbench.track.mlflow_store import Feed, connect, read_position
@@ -661,9 +664,8 @@ def test_ctrl_c_while_mlflow_is_waited_for_does_not_undo_the_end(
 ) -> None:
     class Slow(NullTracker):
         def finish(
-            self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+            self, record: RunRecord, say: Say = silent, hurried: Callable[[], bool] = never
         ) -> str | None:
-            ready()
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
             return None
@@ -842,7 +844,7 @@ def test_a_disk_that_stays_full_leaves_a_run_that_is_seen_to_have_ended(
 
     class Watcher(NullTracker):
         def finish(
-            self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+            self, record: RunRecord, say: Say = silent, hurried: Callable[[], bool] = never
         ) -> str | None:
             seen.append(effective_status(store.runs / "tiny"))
             return None
@@ -900,14 +902,16 @@ def test_a_console_that_is_gone_does_not_end_a_run(
     assert outcome.record.status == "FINISHED"
 
 
-def test_a_ctrl_c_while_the_result_is_told_ends_the_wait_that_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_while_the_result_is_told_ends_the_wait_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    """Ctrl-C, or what a scheduler sends before it takes the machine: the run is finished."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     told: list[runner.RunOutcome] = []
 
     def tell(outcome: runner.RunOutcome) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         told.append(outcome)
 
     try:
@@ -927,6 +931,30 @@ def test_a_ctrl_c_while_the_result_is_told_ends_the_wait_that_follows(
                 child.kill()
     assert told == [outcome]
     assert (outcome.record.status, outcome.exit_code) == ("FINISHED", 0)
+
+
+def test_what_ends_a_run_that_was_told_to_stop_is_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal was answered: it does not come again in place of the error."""
+
+    def full(*given: object, **named: object) -> None:
+        raise StoreError.at("checkpoint", "No space left on device")
+
+    step = Reporter.step
+
+    def told(reporter: Reporter, result: StepResult, logged: bool) -> None:
+        step(reporter, result, logged)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(Saver, "save", full)
+    monkeypatch.setattr(Reporter, "step", told)
+    store = Store(tmp_path / "mlruns")
+    with pytest.raises(StoreError, match="No space left"):
+        runner.run(tiny_spec(tmp_path), store, ["run"])
+    record = read_record(store.list_runs()[0].folder)
+    assert record.status == "KILLED"
+    assert "No space left" in (record.error or "")
 
 
 @pytest.mark.slow

@@ -56,9 +56,8 @@ def test_the_signals_are_given_back_once() -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopRequests() as stop:
         assert signal.getsignal(signal.SIGINT) != before
-        stop.restore()
-        assert signal.getsignal(signal.SIGINT) == before
-        stop.restore()
+        send(signal.SIGINT)
+        assert stop.has_come
     assert signal.getsignal(signal.SIGINT) == before
 
 
@@ -73,13 +72,11 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_what_came_too_late_to_be_answered_is_sent_again() -> None:
+def test_what_was_answered_is_no_request_any_more() -> None:
     with StopRequests() as stop:
         send(signal.SIGTERM)
         stop.forget()
         stop.check()
-        stop.release()
-    with StopRequests() as stop:
-        send(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            stop.release()
+        assert not stop.has_come
+        send(signal.SIGUSR1)
+        assert stop.number == signal.SIGUSR1

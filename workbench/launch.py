@@ -1,6 +1,6 @@
 """Starts the processes of one run on this machine, as torchrun does, and says which of them ended.
 
-Also tells a process that torchrun has started again what the launch was that it belongs to.
+Also tells a process which torchrun has started it, and would start it again.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,10 @@ from typing import Any
 import psutil
 
 from workbench.errors import Fault, UserError
+from workbench.signals import STOPPING
+
+# How long the processes of a run that was told to stop may take to save, in seconds.
+PATIENCE = 3600
 
 
 class EndedRankError(UserError):
@@ -28,7 +33,7 @@ class EndedRankError(UserError):
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
     """Runs `wb` with these arguments in so many processes; returns the exit code of the first that
-    failed, else 0.
+    failed, else 0. What asks a run to stop is passed on to all of them, which save before they end.
 
     Raises:
         EndedRankError: one was ended by a signal that nobody sent to all.
@@ -50,6 +55,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(),
+        signals_to_handle=",".join(_passed_on()),
+        shutdown_timeout=PATIENCE,
     )
     command = [sys.executable, "-m", "workbench", *arguments]
     try:
@@ -59,6 +66,12 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as failed:
         return _exit_code(failed.failures)
     return 0
+
+
+def _passed_on() -> list[str]:
+    """The signals that the processes get, too; what is ignored from outside (nohup) stays so."""
+    signals = map(signal.Signals, (*STOPPING, signal.SIGQUIT))
+    return [one.name for one in signals if signal.getsignal(one) != signal.SIG_IGN]
 
 
 def _exit_code(failures: dict[int, Any]) -> int:
@@ -84,23 +97,15 @@ def without_nproc(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def launch_id() -> str | None:
-    """What all processes of one launch by torchrun share, over its restarts, and no other launch.
-
-    None: this process was not started by torchrun.
+def launcher() -> str | None:
+    """The torchrun of this machine that started this process: it stays the same over restarts, and
+    no other launch has it. None: this process was not started by torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    run_id = os.environ["TORCHELASTIC_RUN_ID"]
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return run_id  # rank zero may come back on another machine
     agent = psutil.Process(os.getppid())
-    return f"{run_id} {agent.pid} {agent.create_time()}"
-
-
-def restarts() -> int:
-    """How often torchrun has started the processes again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    run_id, machine = os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname()
+    return f"{run_id} {machine} {agent.pid} {agent.create_time()}"
 
 
 def _cores() -> int:

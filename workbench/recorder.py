@@ -202,9 +202,9 @@ class Recorder:
         # Where no end could be recorded, the free folder tells that the run is over.
         release_run(self._folder)
 
-    def wait_for_tracker(self, say: Callable[[str], None], ready: Callable[[], None]) -> None:
+    def wait_for_tracker(self, say: Callable[[str], None], hurried: Callable[[], bool]) -> None:
         """Lets the tracker finish; see `Tracker.finish`."""
-        self._tracker.finish(self.record, say, ready)
+        self._tracker.finish(self.record, say, hurried)
 
     def _write_record(self) -> None:
         found = self._parts.state.stream.found()
@@ -267,9 +267,8 @@ class Follower:
     def close(self) -> None:
         """Nothing."""
 
-    def wait_for_tracker(self, say: Callable[[str], None], ready: Callable[[], None]) -> None:
+    def wait_for_tracker(self, say: Callable[[str], None], hurried: Callable[[], bool]) -> None:
         """Waits for nothing."""
-        ready()
 
 
 def scores_of(parts: Components, between: Callable[[], None]) -> list[SetScore]:

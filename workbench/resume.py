@@ -6,7 +6,7 @@ the checkpoint are removed before training goes on, and no step stands twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,12 +73,16 @@ class Beginning:
         return Journal.reopen(path, columns) if path.exists() else Journal(path, columns)
 
 
-def was_begun_by(launch: str | None, name: str, store: Store) -> bool:
-    """Whether the run of this name was begun, or last gone on with, by this launch of torchrun."""
+def was_begun_by(launchers: Collection[str], name: str, store: Store) -> bool:
+    """Whether the run of this name was begun, or last gone on with, by one of these torchruns.
+
+    One on each machine starts the processes there. Machines may come and go while a launch lasts,
+    and rank zero with them: whichever stays knows the run.
+    """
     folder = store.path_of(name)
-    if launch is None or not (folder / RECORD).exists():
+    if not launchers or not (folder / RECORD).exists():
         return False
-    return bool(read_record(folder).provenance.get("launch") == launch)
+    return not set(launchers).isdisjoint(read_record(folder).provenance.get("launchers") or ())
 
 
 def take_up(

@@ -57,7 +57,7 @@ from workbench.core.train import (
 )
 from workbench.errors import StoreError
 from workbench.foresee import recorded
-from workbench.launch import launch_id, restarts
+from workbench.launch import launcher
 from workbench.progress import Reporter
 from workbench.recorder import Follower, Recorder, now
 from workbench.resume import Beginning, ResumeRequest, take_up, was_begun_by
@@ -213,7 +213,10 @@ def _run(
         )
     )
     with StopRequests() as stop:
-        beginning = team.first(lambda: _begin(parts, store, command, resume, reporter.say))
+        launchers = sorted({one for one in team.gathered(launcher()) if one})
+        beginning = team.first(
+            lambda: _begin(parts, store, command, resume, launchers, reporter.say)
+        )
         folder = beginning.folder
         if beginning.nothing_to_do:
             outcome = RunOutcome(beginning.record, folder, 0)
@@ -226,17 +229,16 @@ def _run(
             reporter.say(set_words(name, facts.status, facts.overlap, facts.documents))
         try:
             with reporter:
-                exit_code = _train_and_record(parts, recorder, reporter, stop)
+                exit_code = _train_and_record(parts, recorder, reporter, stop, beginning)
             outcome = RunOutcome(recorder.record, folder, exit_code)
-            # The end is recorded: a signal from here on cuts the wait for the tracker short.
-            stop.forget()
             recorder.close()
             if team.is_first:
                 ended(outcome)
         finally:
             recorder.close()
             team.leave()
-            recorder.wait_for_tracker(reporter.say, stop.release)
+            # A signal of before the end was answered; one of later cuts the wait short.
+            recorder.wait_for_tracker(reporter.say, lambda: stop.has_come)
     return outcome
 
 
@@ -245,12 +247,14 @@ def _begin(
     store: Store,
     command: list[str],
     request: ResumeRequest | None,
+    launchers: list[str],
     say: Callable[[str], None],
 ) -> Beginning:
     """Claims the folder of a new run, or takes up an earlier one where its checkpoint was saved."""
     record = new_record(parts, command)
-    if restarts() and was_begun_by(launch_id(), parts.spec.name, store):
-        say(f"started again by torchrun ({restarts()})")
+    record.provenance["launchers"] = launchers
+    if was_begun_by(launchers, parts.spec.name, store):
+        say("started again by torchrun")
         request = ResumeRequest()
     if request is not None:
         found = take_up(request, record, parts.spec, parts.state, parts.steps, store, say)
@@ -262,8 +266,6 @@ def _begin(
 def _recorder(parts: Components, store: Store, beginning: Beginning) -> Recorder | Follower:
     """Who records the run, or, in a process other than rank zero, takes the part of that."""
     if not parts.team.is_first:
-        if beginning.checkpoint is not None:
-            restore(parts.state, open_checkpoint(beginning.checkpoint), parts.spec)
         return Follower(parts, beginning.folder, beginning.record, beginning.owes_evaluation)
     try:
         write_source_diff(beginning.folder)
@@ -306,7 +308,7 @@ def new_record(parts: Components, command: list[str]) -> RunRecord:
         spec=recorded(spec),
         spec_sha256=spec_hash(spec),
         effective=parts.effective,
-        provenance=provenance(command) | {"launch": launch_id()},
+        provenance=provenance(command),
         git_commit=parts.effective.code.git_commit,
         params=parts.effective.parameters.total,
         world_size=parts.team.size,
@@ -322,7 +324,11 @@ def new_record(parts: Components, command: list[str]) -> RunRecord:
 
 
 def _train_and_record(
-    parts: Components, recorder: Recorder | Follower, reporter: Reporter, stop: StopRequests
+    parts: Components,
+    recorder: Recorder | Follower,
+    reporter: Reporter,
+    stop: StopRequests,
+    beginning: Beginning,
 ) -> int:
     """Trains to whatever end comes and records which it was; returns the exit code."""
     stopped: InterruptedRunError | None = None
@@ -330,6 +336,7 @@ def _train_and_record(
     try:
         try:
             with parts.team.failing():
+                parts.team.agreed(lambda: _restore_follower(parts, beginning))
                 _train(parts, recorder, reporter, stop)
         except InterruptedRunError as request:
             stopped = request
@@ -353,9 +360,17 @@ def _train_and_record(
         except StoreError as second:
             reporter.say(f"the end of the run could not be recorded: {second}")
         raise
+    finally:
+        stop.forget()
     what = f"a checkpoint of step {parts.state.step} was saved" if saved else "nothing was trained"
     recorder.end("KILLED", f"{stopped}; {what}")
     return 128 + stopped.number
+
+
+def _restore_follower(parts: Components, beginning: Beginning) -> None:
+    """Puts a process other than rank zero to where rank zero has put itself."""
+    if beginning.checkpoint is not None and not parts.team.is_first:
+        restore(parts.state, open_checkpoint(beginning.checkpoint), parts.spec)
 
 
 def _train(

@@ -41,10 +41,6 @@ class StopRequests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Gives the signals back to whoever had them before; more than once is fine."""
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -53,11 +49,10 @@ class StopRequests:
         """What has come so far was answered."""
         self.number = None
 
-    def release(self) -> None:
-        """Gives the signals back, and sends the one again that has come and was not answered."""
-        self.restore()
-        if self.number is not None:
-            signal.raise_signal(self.number)
+    @property
+    def has_come(self) -> bool:
+        """Whether one has come that was not answered."""
+        return self.number is not None
 
     def check(self) -> None:
         """Raises InterruptedRunError once a signal has come. To be called between units of work."""

@@ -174,10 +174,6 @@ def _optimism(comparison: ArmsComparison) -> Iterator[str]:
         )
 
 
-def _range(counts: list[int]) -> str:
-    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-
-
 def _selected(arm: Arm) -> str:
     rules = {str(side.record.spec.get("evaluation", {}).get("select")) for side in arm.runs}
     return " or ".join(sorted(rules))

@@ -89,11 +89,6 @@ def machine() -> str:
     return _flowed(_pages()["machine"])
 
 
-def command_of(rule: str) -> str:
-    """The command that prints the page of a rule."""
-    return f"wb explain {rule}"
-
-
 def rows() -> list[dict[str, Any]]:
     """Every rule with what must match and its effects, in the order of the checklist."""
     return [

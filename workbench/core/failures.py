@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
+import socket
 import time
 from typing import Any
+
+import psutil
 
 from workbench.errors import Fault, UserError, out_of_memory
 
 # How long the survivors of a process that says nothing more wait for one another.
 ROLL_CALL_SECONDS = 3.0
+
+# After how much silence the kernel asks the other end of a connection whether it is there, how
+# often, in seconds, and how often in vain until it gives the connection up.
+_SILENCE, _PAUSE, _ASKED = 10, 5, 4
 
 _CAUSE = "cause"
 
@@ -35,6 +43,36 @@ def is_peer_failure(error: BaseException) -> bool:
         return True
     words = ("gloo", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def notice_lost_machines() -> None:
+    """Has the kernel break the connections of this process to a machine that answers no more.
+
+    A process that dies closes its connections; a machine that loses its power or its network says
+    nothing, and whoever waits for it would wait until the time limit of the group. The kernel
+    answers for a process that is merely busy or stopped.
+    """
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status != psutil.CONN_ESTABLISHED or connection.fd < 0:
+            continue
+        try:
+            own = socket.socket(fileno=os.dup(connection.fd))
+        except OSError:  # closed since
+            continue
+        with own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # macOS has another name for the first, and none for the last.
+            idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)
+            settings = {
+                idle: _SILENCE,
+                getattr(socket, "TCP_KEEPINTVL", None): _PAUSE,
+                getattr(socket, "TCP_KEEPCNT", None): _ASKED,
+                # For what was sent: TCP would try for a quarter of an hour.
+                getattr(socket, "TCP_USER_TIMEOUT", None): 1000 * (_SILENCE + _PAUSE * _ASKED),
+            }
+            for name, value in settings.items():
+                if name is not None:
+                    own.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def portable(error: Exception) -> Exception:

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 
 from workbench.core.data.batches import Windows
 from workbench.core.device import DeviceName, choose_device
-from workbench.core.failures import PeerError, RollCall, is_peer_failure, portable
+from workbench.core.failures import (
+    PeerError,
+    RollCall,
+    is_peer_failure,
+    notice_lost_machines,
+    portable,
+)
 from workbench.core.model import Output, TrainingForward, Transformer
 from workbench.errors import TrainingStoppedError, UserError
 from workbench.launched import is_launched
@@ -183,6 +189,7 @@ class Ranks(Team):
         except (RuntimeError, ValueError) as error:
             place = f"rank {os.environ.get('RANK', '?')}"
             raise UserError.at(place, f"the other processes were not met: {error}") from error
+        notice_lost_machines()
         self._roll = RollCall(store, self.rank, self.size)
         self._trained: nn.parallel.DistributedDataParallel | None = None
 
@@ -210,6 +217,13 @@ class Ranks(Team):
         if last or self._trained is None:
             return nullcontext()
         return self._trained.no_sync()
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The L2 norm over all of them, that of rank zero: its rounding differs with the threads,
+        and weights that are scaled by it would part."""
+        norm = torch.tensor(super().gradient_norm(gradients), dtype=torch.float64)
+        self._dist.broadcast(norm, src=0)
+        return float(norm)
 
     def rows(self, windows: Windows) -> Windows:
         """The windows of an update [N, S + 1] that this process trains."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.core.device import DeviceName
+from workbench.core.failures import notice_lost_machines
 from workbench.core.model import TrainingForward, Transformer
 from workbench.core.parallel import Ranks
 from workbench.core.sharding import is_split, part
@@ -36,6 +37,7 @@ class Shards(Ranks):
 
         kind = "cuda" if self.backend == "nccl" else "cpu"
         self._mesh: Any = init_device_mesh(kind, (self.size,))
+        notice_lost_machines()
         self._model: Any = None
 
     @property

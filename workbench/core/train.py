@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -122,7 +123,7 @@ def train(
     model.observe(spec.telemetry.moe)
     counter = RouteCounter(model, team)
     steps = last_step(spec, state.stream)
-    ended = is_last(spec, state.stream, state.step, steps)
+    ended = read_together(state, team, lambda: is_last(spec, state.stream, state.step, steps))
 
     while not ended:
         began = clock()
@@ -130,7 +131,7 @@ def train(
         set_learning_rates(optimizers, spec, step)
         values = model_values(spec, step)
         model.set_values(values)
-        ended = read_ahead(spec, state, step, steps, team)
+        ended = read_together(state, team, partial(read_ahead, spec, state, step, steps))
         windows = state.stream.next_batch(spec.sequences_per_update)  # [N, S + 1]
         scored = windows.shape[0] * training.seq_len
         micro_batches = [
@@ -180,7 +181,7 @@ def train(
         norm = clip_gradients(model, training.max_grad_norm, team)
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise not_finite(model, step, total, norm, team)
-        if norm == 0 and nll > LEARNED_NLL:
+        if norm == 0 and nll > LEARNED_NLL and not has_gradient(model, team):
             raise no_gradient(step, nll)
         state.watch.check(step, routes, team)
         for optimizer in optimizers:
@@ -213,17 +214,17 @@ def train(
         )
 
 
-def read_ahead(spec: RunSpec, state: TrainState, step: int, last: int | None, team: Team) -> bool:
-    """Reads what this step trains on; returns whether the run ends with it.
+def read_ahead(spec: RunSpec, state: TrainState, step: int, last: int | None) -> bool:
+    """Reads what this step trains on; returns whether the run ends with it."""
+    state.stream.require(spec.sequences_per_update)
+    return is_last(spec, state.stream, step, last, unread=1)
 
-    Nothing is taken yet: where the stream cannot be read, or a signal ends the wait for it, in one
-    process of the team, no process has begun the step and the state of all is whole.
+
+def read_together(state: TrainState, team: Team, read: Callable[[], bool]) -> bool:
+    """Reads what is to be trained on, and takes nothing of it yet: where the stream cannot be read,
+    or a signal ends the wait for it, in one process of the team, no process has begun the step and
+    the state of all is whole.
     """
-
-    def read() -> bool:
-        state.stream.require(spec.sequences_per_update)
-        return is_last(spec, state.stream, step, last, unread=1)
-
     # Other data are there already: nothing that one process waits for.
     return team.agreed(read) if state.stream.is_open_ended else read()
 
@@ -270,6 +271,12 @@ def not_finite(
     )
 
 
+def has_gradient(model: nn.Module, team: Team = ALONE) -> bool:
+    """Whether any gradient is not zero. The norm does not say: its squares may be too small."""
+    gradients = (part(p.grad) for p in model.parameters() if p.grad is not None)
+    return any(team.highest(int(any(bool(one.any()) for one in gradients))))
+
+
 def no_gradient(step: int, nll: float) -> TrainingStoppedError:
     """The error of an update that would change nothing, with a loss that is not small."""
     return TrainingStoppedError.at(
@@ -288,12 +295,13 @@ def require_finite_weights(state: TrainState, team: Team = ALONE) -> None:
     """
     sums, broken = [], None
     for name, parameter in state.model.named_parameters():
-        added = float(part(parameter.detach()).sum(dtype=torch.float64))
-        if not math.isfinite(added):
+        own = part(parameter.detach())
+        if not math.isfinite(float(own.sum(dtype=torch.float64))):
             broken = name
             break
         if not is_split(parameter):
-            sums.append(added)
+            # Of the bits: a sum of integers has no rounding, which differs with the threads.
+            sums.append(int(own.contiguous().view(torch.int32).sum(dtype=torch.int64)))
     if found := [one for one in team.gathered(broken) if one]:
         message = f"the update left weights that are not finite, first in {found[0]}"
         raise TrainingStoppedError.at(f"step {state.step}", message)

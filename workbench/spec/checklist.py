@@ -124,8 +124,9 @@ ON_RESUME: dict[str, Effect] = {
 }
 # Stricter than their rule: another kind of device computes by other means altogether.
 REFUSED_ON_RESUME = ("effective.hardware.device_type",)
-# Milder: another number of processes gives the same updates, or else batches that differ, too.
-FLAGGED_ON_RESUME = ("effective.execution.parallel",)
+# Milder: another number of processes, or of micro-batches, gives the same updates, rounded in
+# another order; where it does not, the sequences of an update differ, too.
+FLAGGED_ON_RESUME = ("effective.execution.parallel", "training.gradient_accumulation_steps")
 
 
 def _judged(

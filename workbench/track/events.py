@@ -18,8 +18,9 @@ def silent(line: str) -> None:
     """Says nothing."""
 
 
-def nothing() -> None:
-    """Does nothing."""
+def never() -> bool:
+    """Nobody wants the wait to end early."""
+    return False
 
 
 class Tracker(Protocol):
@@ -35,12 +36,11 @@ class Tracker(Protocol):
         """The record in the folder has changed (facts became known)."""
 
     def finish(
-        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+        self, record: RunRecord, say: Say = silent, hurried: Callable[[], bool] = never
     ) -> str | None:
         """The run has ended, as its record says. Returns what is still pending, or None.
 
-        `say` takes a line for the person who waits; `ready` is called once an interrupt ends the
-        wait and nothing else.
+        `say` takes a line for the person who waits; once `hurried` says so, it waits no longer.
         """
 
     def close(self) -> None:
@@ -60,10 +60,9 @@ class NullTracker:
         """Does nothing."""
 
     def finish(
-        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+        self, record: RunRecord, say: Say = silent, hurried: Callable[[], bool] = never
     ) -> str | None:
         """Nothing is ever pending."""
-        ready()
         return None
 
     def close(self) -> None:
@@ -94,10 +93,9 @@ class MemoryTracker:
         self.records.append(record.model_copy(deep=True))
 
     def finish(
-        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+        self, record: RunRecord, say: Say = silent, hurried: Callable[[], bool] = never
     ) -> str | None:
         """Keeps a copy of the last record."""
-        ready()
         self.records.append(record.model_copy(deep=True))
         self.finished = True
         return None

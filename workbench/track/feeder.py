@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from workbench.errors import StoreError, UserError, reason_of
-from workbench.track.events import Say, Values, nothing, silent
+from workbench.track.events import Say, Values, never, silent
 from workbench.track.provenance import PACKAGE, redact
 from workbench.track.record import RunRecord, read_record
 from workbench.track.store import Store, is_locked
@@ -42,6 +42,7 @@ _AGE_SHARE = 0.1
 LONGEST_POLLS = 6
 _LONGEST_WAIT = 60.0
 _UNNOTICED_SECONDS = 1.0
+_HURRY_SECONDS = 0.1
 _NICENESS = 10
 _TRIES_AT_END = 3
 _LONGEST_REASON = 100
@@ -141,22 +142,20 @@ class MlflowTracker:
         """Nothing to do: the feeder reads `run_config.json`."""
 
     def finish(
-        self, record: RunRecord, say: Say = silent, ready: Callable[[], None] = nothing
+        self, record: RunRecord, say: Say = silent, hurried: Callable[[], bool] = never
     ) -> str | None:
         """Waits until MLflow has everything, at most `grace_seconds`; else says what is pending.
 
-        `say` is told of a wait that one notices. Ctrl-C ends the wait and nothing else: the feeder
-        goes on by itself for the rest of its time.
+        `say` is told of a wait that one notices. Who is `hurried`, or presses Ctrl-C, ends the wait
+        and nothing else: the feeder goes on by itself for the rest of its time.
         """
         child = self._child
         if child is None:
-            ready()
             return self._pending
         late = False
         try:
             self._hang_up()
-            ready()
-            self._wait(child, say)
+            self._wait(child, say, hurried)
         except subprocess.TimeoutExpired:
             late = True
         except KeyboardInterrupt:
@@ -173,12 +172,22 @@ class MlflowTracker:
             self._warn(self._pending, ended=True)
         return self._pending
 
-    def _wait(self, child: subprocess.Popen[str], say: Say) -> None:
-        try:
-            child.wait(min(_UNNOTICED_SECONDS, self._grace_seconds))
-        except subprocess.TimeoutExpired:
-            say("waiting for MLflow to take the rest of the run (Ctrl-C: do not wait)")
-            child.wait(self._grace_seconds + 1.0)
+    def _wait(self, child: subprocess.Popen[str], say: Say, hurried: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        is_told = False
+        while not hurried():
+            waited = time.monotonic() - began
+            if not is_told and waited >= min(_UNNOTICED_SECONDS, self._grace_seconds):
+                say("waiting for MLflow to take the rest of the run (Ctrl-C: do not wait)")
+                is_told = True
+            try:
+                child.wait(_HURRY_SECONDS)
+            except subprocess.TimeoutExpired:
+                if waited > self._grace_seconds + _UNNOTICED_SECONDS:
+                    raise
+            else:
+                return
+        raise KeyboardInterrupt
 
     def close(self) -> None:
         """Ends the feeder now. What was not sent can be sent later."""
