@@ -236,6 +236,7 @@ def test_what_is_wrong_with_a_table(tmp_path: Path, store: Store, table: str, sa
         ({"setings": {}}, r"yaml:\d+: setings: there is no such key"),
         ({"settings": {"optimizer.learning_rate": 1}}, "optimizer.learning_rate: nothing that"),
         ({"settings": {"seed": "x"}}, r"yaml:\d+: settings.seed: .*integer"),
+        ({"settings": {"seed": 10**400}}, r"yaml:\d+: a number of too many digits"),
         ({"settings": {"seed": {"column": "Seed"}}}, r"settings.seed: there is no column 'Seed'"),
         ({"settings": {"seed": {"param": "seed"}}}, r"theirs.csv has no params"),
         ({"settings": {"seed": {"column": "loss"}}}, r"csv:3: the setting in column 'loss' chang"),
@@ -286,6 +287,15 @@ def test_values_that_are_texts(tmp_path: Path, store: Store) -> None:
     settings["model.attention_type"]["values"] = {"B": "mha"}
     with pytest.raises(UserError, match="does not say what this column"):
         bring_in(tmp_path, store, table, "other", {"settings": settings})
+
+
+@pytest.mark.parametrize("field", ["optimizer.lr", "seed"])
+def test_a_whole_number_that_no_float_holds_is_an_error_of_its_place(
+    tmp_path: Path, store: Store, field: str
+) -> None:
+    table = f"step,loss,val,huge\n20,4,5,{'9' * 309}\n"
+    with pytest.raises(UserError, match=rf"theirs.csv:2: .*'huge'.*{field}|{field}.*99"):
+        bring_in(tmp_path, store, table, changes={"settings": {field: {"column": "huge"}}})
 
 
 def test_the_same_table_twice_is_the_same_run(tmp_path: Path, store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,8 +160,7 @@ class _Given(NamedTuple):
 def _readings(value: Any) -> Iterator[Any]:
     """A value, then what it says where it is a text: a number, a word for true, a list."""
     yield value
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield float(value)
+    yield from _as_float(value)
     if isinstance(value, list):
         yield [plain_value(one, "a value") if isinstance(one, str) else one for one in value]
     if not isinstance(value, str):
@@ -170,10 +170,16 @@ def _readings(value: Any) -> Iterator[Any]:
         yield int(plain)  # as tables of numbers write whole ones
     if plain is not None:
         yield plain
-    if isinstance(plain, int) and not isinstance(plain, bool):
-        yield float(plain)
+    yield from _as_float(plain)
     if value[:1] in "[(" and value[-1:] in ")]":
         yield [plain_value(part.strip(), "a value") for part in value[1:-1].split(",") if part]
+
+
+def _as_float(value: Any) -> Iterator[float]:
+    """A whole number as a float, where one holds it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            yield float(value)
 
 
 def type_of(info: Any) -> TypeAdapter[Any]:
