@@ -39,6 +39,7 @@ ALSO = {
     "training.stop_at_step": {"interval"},
     "training.batch_size": {"optimizer", "budget"},
     "training.gradient_accumulation_steps": {"optimizer", "budget"},
+    "training.global_batch_size": {"budget", "execution"},
     "training.seq_len": {"budget"},
     "model.shared_expert_chunk_tokens": set(),
 }
@@ -53,6 +54,7 @@ BEYOND = {
     **ALSO,
     "training.batch_size": {"budget"},
     "training.gradient_accumulation_steps": {"budget"},
+    "training.global_batch_size": {"budget"},
     "data.overlap_limit": {"evaluation"},
 }
 # Free themselves: their sets are judged as what they hold.
