@@ -12,9 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from workbench import run as runner
 from workbench.core import saving, shard_files
 from workbench.core.data import stream_data
 from workbench.core.data.stream_files import StreamFile
+from workbench.core.parallel import Team
+from workbench.errors import UserError
 from workbench.recorder import Follower, Recorder
 
 SMALL = 1 << 12  # bytes
@@ -113,7 +116,30 @@ def _small(write: Any) -> Any:
     return limited
 
 
+def without_checkpoint() -> None:
+    """This process does not reach the checkpoint that the run is to go on from."""
+
+    def lost(path: Any) -> Any:
+        raise UserError.at(str(path), "there is no checkpoint here")
+
+    runner.open_checkpoint = lost
+
+
+def rounding_otherwise() -> None:
+    """This process finds another norm of the same gradients, as with other threads."""
+    norm = Team.gradient_norm
+    Team.gradient_norm = lambda *given: norm(*given) * (1 + 1e-6)  # type: ignore[method-assign]
+
+
 WAYS: dict[str, Callable[..., None]] = {
     way.__name__: way
-    for way in (signalled, failing, signalled_while_waiting, killed_in_save, without_room)
+    for way in (
+        signalled,
+        failing,
+        signalled_while_waiting,
+        killed_in_save,
+        without_room,
+        without_checkpoint,
+        rounding_otherwise,
+    )
 }

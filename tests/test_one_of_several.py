@@ -137,6 +137,42 @@ def test_a_signal_to_one_that_waits_for_its_stream_lets_all_save_and_end(
     assert straight.codes == [0, 0], straight.said
     assert told.codes == [SIGTERM, SIGTERM], told.said
     assert "Traceback" not in "".join(told.said)
+    # And where it waits before the first update of all.
+    resumed = ran(tmp_path, [{"name": "told", **case, "options": RESUME, "meddle": meddle}])["told"]
+    assert resumed.codes == [SIGTERM, SIGTERM], resumed.said
+    assert resumed.document["status"] == "KILLED"
     resumed = ran(tmp_path, [{"name": "told", **case, "options": RESUME}])["told"]
     require_same_end(straight, resumed)
     assert 5 < resumed.record.model_dump()["resumes"][-1]["step"] < 20
+
+
+def test_a_norm_that_one_process_rounds_otherwise_parts_nobody(tmp_path: Path) -> None:
+    """Processes with other numbers of threads: the weights are scaled by the norm of rank zero."""
+    case = {"processes": 2, "spec": spec_file(tmp_path, "whole", training=WHOLE)}
+    meddle = [1, "rounding_otherwise"]
+    found = ran(
+        tmp_path, [{"name": "straight", **case}, {"name": "other", **case, "meddle": meddle}]
+    )
+    assert max(found["straight"].rows("grad_norm")) > 1, "it is clipped"
+    require_same_end(found["straight"], found["other"])
+
+
+def test_a_checkpoint_that_one_process_does_not_reach_ends_all_and_harms_nothing(
+    tmp_path: Path,
+) -> None:
+    """Machines that do not share the folder of the run."""
+    case = {"processes": 2, "spec": spec_file(tmp_path, "whole", training=WHOLE)}
+    told = {"name": "told", **case}
+    found = ran(
+        tmp_path,
+        [
+            {"name": "straight", **case},
+            told | {"meddle": [1, "signalled", 7, "SIGTERM"]},
+        ],
+    )
+    lost = ran(tmp_path, [told | {"options": RESUME, "meddle": [1, "without_checkpoint"]}])["told"]
+    assert lost.codes == [2, 2], lost.said
+    assert "there is no checkpoint here" in lost.said[0]
+    assert lost.document["status"] == "FAILED"
+    assert "there is no checkpoint here" in lost.document["error"]
+    require_same_end(found["straight"], ran(tmp_path, [told | {"options": RESUME}])["told"])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -593,3 +594,39 @@ def test_bf16_is_not_float32(tmp_path: Path) -> None:
     )
     assert one.nll != other.nll
     assert one.nll == pytest.approx(other.nll, rel=1e-2)
+
+
+def test_equal_weights_are_equal_whatever_the_threads() -> None:
+    """Of several processes, each may have another number: a sum of floats would differ."""
+
+    class Listening(Team):
+        def __init__(self) -> None:
+            self.heard: list[object] = []
+
+        def require_same(self, what: str, value: object) -> None:
+            self.heard.append(value)
+
+    model = nn.ParameterList(torch.exp(8 * torch.randn(1024, 192)) for _ in range(4))
+    state = SimpleNamespace(model=model, step=1, digest=TokenDigest())
+    team, threads = Listening(), torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            training.require_finite_weights(state, team)  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(threads)
+    with torch.no_grad():
+        model[2][3, 4] = torch.nextafter(model[2][3, 4], torch.tensor(9e9))
+    training.require_finite_weights(state, team)  # type: ignore[arg-type]
+    one, two, three, other = team.heard
+    assert one == two == three != other
+
+
+def test_gradients_whose_squares_are_nothing_are_gradients() -> None:
+    model = nn.ParameterList([torch.zeros(3), torch.zeros(2)])
+    for parameter in model:
+        parameter.grad = torch.zeros_like(parameter)
+    assert not training.has_gradient(model)
+    model[1].grad[1] = 1e-30  # type: ignore[index]
+    assert clip_gradients(model, 1.0) == 0
+    assert training.has_gradient(model)
