@@ -201,7 +201,11 @@ def load_runs(
             message = "no server is named to look for runs at"
             raise UserError.at("load_runs", message, None, "MLFLOW_TRACKING_URI in the environment")
         others, faults = other_runs(where, entries, lambda record: is_meant(record, record.name))
-        entries += others
+        entries = sorted(
+            [*entries, *others],
+            key=lambda one: (one.record and one.record.started) or "",
+            reverse=True,
+        )
         for fault in faults:
             warnings.warn(f"left out: {fault}", stacklevel=2)
     return Runs(

@@ -25,9 +25,10 @@ from workbench.compare import compare_runs
 from workbench.compare_command import compare
 from workbench.errors import StoreError, UserError
 from workbench.track.mlflow_store import Feed, connect
+from workbench.track.record import read_record, write_record
 from workbench.track.server_files import FILES, FILES_TAG
 from workbench.track.server_runs import find_run, other_runs
-from workbench.track.store import Store
+from workbench.track.store import Store, release_run
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +124,11 @@ def test_from_python_they_are_loaded_and_compared(here: Store, elsewhere: Elsewh
     assert load_runs() == ()
     both = load_runs("far-*", server=True)
     assert {one.name for one in both} == {"far-routed", "far-dense"}
+    old = read_record(own.folder).model_copy(update={"name": "old", "started": "2020-01-01T00:00"})
+    write_record(old, here.create_run("old"))
+    release_run(here.path_of("old"))
+    names = [one.name for one in load_runs(server=True)]
+    assert names[-1] == "old", "the newest first, wherever it is"
     assert len(to_frame(load_runs("far-d*", server=True)[0])) > 0
 
 

@@ -9,7 +9,8 @@ goes over the vocabulary twice, in the forward pass:
    block's share of the normaliser as a factor per token.
 
 The backward pass scales these gradients. The logits are thus computed once (three products in all,
-as a plain head takes), for the price of a panel's softmax: no larger than the gradient of the head.
+as a plain head takes), for the price of a panel's softmax: as large as the gradient of the head, or
+that of `LEAST_TOKENS` where a narrow model makes that more.
 
 Terms, per token t with logits l, target y and lse = log sum_v exp(l_v), all in nats:
 
