@@ -64,7 +64,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
-        return _exit_code(failed.failures)
+        return _exit_code(failed.failures, as_json="--json" in arguments)
     return 0
 
 
@@ -74,12 +74,18 @@ def _passed_on() -> list[str]:
     return [one.name for one in signals if signal.getsignal(one) != signal.SIG_IGN]
 
 
-def _exit_code(failures: dict[int, Any]) -> int:
+def _exit_code(failures: dict[int, Any], as_json: bool) -> int:
     """Of the process that failed first; those that went after it had the same cause."""
-    rank, first = min(failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp))
+    # torch ends by SIGTERM whoever is still there when the first has failed: no cause of anything.
+    own = {rank: one for rank, one in failures.items() if one.exitcode != -signal.SIGTERM}
+    rank, first = min(
+        (own or failures).items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp)
+    )
     if first.exitcode > 0:
         return int(first.exitcode)
     number = -int(first.exitcode)
+    if as_json and (0 not in own or own[0].exitcode > 0):
+        return 128 + number  # rank zero has written the one document
     message = f"was ended by {signal.Signals(number).name}, and the run with it"
     allowed = "--resume goes on from its last checkpoint"
     raise EndedRankError(Fault(f"rank {rank}", message, None, allowed), exit_code=128 + number)
