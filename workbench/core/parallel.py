@@ -331,6 +331,7 @@ class Ranks(Team):
         trained, self._trained = self._trained, None
         if trained is not None:
             del trained.reducer, trained.logger
+            del trained
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
 
