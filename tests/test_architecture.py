@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
         "workbench.spec",
         "workbench.track.record",
         "workbench.track.journal",
+        "workbench.track.position",
         "workbench.errors",
     },
     "workbench.study": {

@@ -20,7 +20,7 @@ from workbench.commands import call
 from workbench.compare import compare_arms, render_arms, write_arms_report
 from workbench.compare.arm_figures import draw
 from workbench.compare.arm_report import render_arms_markdown
-from workbench.compare.arm_tidy import tidy_arms_csv
+from workbench.compare.arm_tidy import figures_json, tidy_arms_csv
 from workbench.errors import UserError
 from workbench.track.store import Store
 
@@ -213,6 +213,9 @@ def test_what_arms_cost_and_where_their_routes_go(tmp_path: Path) -> None:
     assert "Shares of routes of other by layer and expert; an equal share is 50 %" in first.alt
     assert "the largest is 75.0%, the smallest 25.0%" in first.alt
     assert second.caption == "third, seed 1: routes of 1 logged update."
+    routes = figures_json(comparison)["routes"]
+    assert routes["other"] == {"seed": 1, "layers": [0, 1], "shares": [[0.75, 0.25], [0.5, 0.5]]}
+    assert list(routes) == ["other", "third"]
     both = compare_arms({"base": base, "other": other}, treatment=["model"])
     folder = tmp_path / "both"
     folder.mkdir()
@@ -331,6 +334,8 @@ def test_the_table_of_arms_has_every_number_once(home: Path) -> None:
     arms = {"gqa": arm(home, "gqa"), "mha": arm(home, "mha"), "mixed": arm(home, "mixed")}
     comparison = compare_arms(arms, treatment=["model"])
     rows = list(csv.DictReader(io.StringIO(tidy_arms_csv(comparison))))
+    documents_of = [row for row in rows if row["document"]]
+    rows = [row for row in rows if not row["document"]]
     names = ("metric", "quantity", "arm", "run", "tokens", "interval")
     keys = [tuple(row[name] for name in names) for row in rows]
     assert len(set(keys)) == len(keys)
@@ -339,6 +344,10 @@ def test_the_table_of_arms_has_every_number_once(home: Path) -> None:
     for pair in comparison.pairs:
         assert pair.results is not None
         number = pair.results.numbers["held_out/nll"]
+        means = pair.results.documents["held_out/nll"]
+        for one, sums in ((pair.a, means.a), (pair.b, means.b)):
+            told = {r["document"]: float(r["value"]) for r in documents_of if r["arm"] == one.name}
+            assert told == dict(zip(means.documents, sums / means.weight, strict=True))
         for one, values, mean in ((pair.a, number.a, number.mean_a), (pair.b, number.b, None)):
             for side, value in zip(one.runs, values, strict=True):
                 row = found["held_out/nll", "value", one.name, side.name, at, ""]
@@ -357,6 +366,7 @@ def test_the_table_of_arms_has_every_number_once(home: Path) -> None:
         assert (seeds["n"], documents["n"]) == ("2", "12")
         assert float(seeds["p"]) == number.seeds.p
         assert float(seeds["p_adjusted"]) == number.p_adjusted
+    assert len(documents_of) == 3 * 12  # of each arm once, whatever it is compared with
 
 
 def test_the_table_of_a_refused_pair_of_arms_has_its_head_alone(home: Path) -> None:

@@ -21,6 +21,7 @@ from markdown_it import MarkdownIt
 
 from workbench.compare import Comparison, compare_runs, document, markdown, page, write_report
 from workbench.compare.document import Block
+from workbench.track.position import POSITION, Position
 
 # Each would do something, were it markup: of HTML, of Markdown, of a forge's additions to it.
 HOSTILE = [
@@ -239,7 +240,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 tracking={"uri": "http://localhost", "tags": {nasty: nasty}},
             ),
             "provenance": {"command": f"run {nasty}", "python": HOSTILE[0], "user": nasty},
-            "mlflow": {"url": "javascript:alert(1)", "run_id": HOSTILE[3]},
             "error": nasty,
         },
     }
@@ -251,6 +251,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             record.effective.evaluation["held_out"].context = nasty
         shift = 0.0 if name == "base" else -0.01
         write_run(home / name, record, shift=shift, seed=index)
+    place = {"uri": "https://me:secret@host:5000/?x", "experiment_id": "7", "run_id": HOSTILE[3]}
+    (home / "hostile" / POSITION).write_text(json.dumps(place))
+    place = {"uri": "sqlite:////home/me/mlflow.db", "experiment_id": "7", "run_id": "0123abcd" * 4}
+    (home / "mha" / POSITION).write_text(json.dumps(place))
     return home
 
 
@@ -331,6 +335,23 @@ def test_hostile_specs_and_tags_change_nothing_of_the_page(home: Path, tmp_path:
         re.findall(r"<h[12]>", html)
     )
     json.loads((folder / "results.json").read_text())
+    assert "secret" not in html
+
+
+def test_a_report_says_which_run_of_mlflow_it_speaks_of(
+    home: Path, report: Path, tmp_path: Path
+) -> None:
+    """Of the run that MLflow has, and of it alone."""
+    source = (report / "report.md").read_text()
+    (row,) = [line for line in source.splitlines() if line.startswith("| MLflow run")]
+    assert [cell.strip() for cell in row.split("|")[2:4]] == ["-", "0123abcd" * 4]
+    assert "MLflow page" not in source  # a file of this machine has none
+    assert "mlflow.db" not in source
+    place = home / "hostile" / POSITION
+    known = Position.model_validate_json(place.read_bytes())
+    assert known.page == f"https://host:5000/#/experiments/7/runs/{HOSTILE[3]}"
+    assert known.model_copy(update={"uri": "javascript:alert(1)"}).page is None
+    assert "MLflow" not in written(home, "seed", tmp_path)[1].joinpath("report.md").read_text()
 
 
 def test_very_long_names_stay_short(home: Path, tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from small_studies import ARMS, train_planned, write_study
 
 from workbench import commands
 from workbench.answers import Answer
+from workbench.compare import markdown
 from workbench.compare.document import Code
 from workbench.errors import StoreError, UserError
-from workbench.study.grounds import _by_value
+from workbench.study.grounds import _by_value, provenance
 from workbench.study.ledger import Ledger
 from workbench.study.outcome import StudyResult, outcome_of
 from workbench.study.places import portable, seen_from
@@ -32,6 +33,7 @@ from workbench.study.sections import headline
 from workbench.study.spec import Study, load_study
 from workbench.study.status import study_status
 from workbench.track.comparisons import TAG, comparison_tags, notes_of
+from workbench.track.position import POSITION
 from workbench.track.record import read_record, write_record
 from workbench.track.store import Store
 from workbench.views import run_rows, run_table
@@ -153,25 +155,62 @@ def test_the_report_is_whole_and_says_what_a_newcomer_asks(made: Made) -> None:
 
 def test_the_numbers_as_data(made: Made) -> None:
     folder = written(made)
-    rows = list(csv.DictReader(io.StringIO((folder / "results.csv").read_text())))
+    lines = list(csv.reader(io.StringIO((folder / "results.csv").read_text())))
+    assert len(set(lines[0])) == len(lines[0])
+    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    deciding = [row for row in rows if row["metric"] == "held_out/nll"]
+    last = max(int(row["tokens"]) for row in deciding)
     single = {
         (row["arm"], int(row["seed"])): float(row["value"])
-        for row in rows
-        if row["metric"] == "held_out/nll" and row["quantity"] == "value"
+        for row in deciding
+        if row["quantity"] == "value" and int(row["tokens"]) == last
     }
     assert single == {
         (arm, seed): value
         for arm in ARMS
         for seed, value in zip((1, 2), values(made[1], arm), strict=True)
     }
-    change = [r for r in rows if r["metric"] == "held_out/nll" and r["quantity"] == "difference"]
-    assert {row["interval"] for row in change} == {"seeds", "documents"}
+    change = [row for row in deciding if row["quantity"] == "difference"]
+    assert {row["interval"] for row in change if int(row["tokens"]) == last} == {
+        "seeds",
+        "documents",
+    }
+    test = result(made).decisions[0].number
+    assert test is not None
+    assert test.seeds is not None
+    (found,) = [row for row in change if row["p"]]
+    assert (float(found["p"]), float(found["p_adjusted"])) == (test.seeds.p, test.p_adjusted)
     document = json.loads(
         (folder / "results.json").read_text(), parse_constant=lambda word: pytest.fail(word)
     )
     assert document["verdict"] == "comparable"
     assert document["decisions"][0]["better"] is None
     assert len(document["study"]["runs"]) == 4
+    # What the figures show is there too.
+    curve = document["series"]["dense"]["held_out/nll"]
+    assert len(curve["tokens"]) > 1
+    assert {int(row["tokens"]) for row in change} == set(curve["tokens"])
+    assert curve["a"][-1] == values(made[1], "routed")
+    drawn = document["documents"]["dense"]["held_out/nll"]
+    for arm, side in (("routed", "a"), ("dense", "b")):
+        told = {
+            r["document"]: float(r["value"]) for r in deciding if r["document"] and r["arm"] == arm
+        }
+        assert told == dict(zip(drawn["documents"], drawn[side], strict=True))
+        weighed = sum(x * w for x, w in zip(drawn[side], drawn["weight"], strict=True))
+        mean = statistics.fmean(values(made[1], arm))
+        assert weighed / sum(drawn["weight"]) == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_report_says_which_runs_of_mlflow_it_speaks_of(made: Made) -> None:
+    assert "MLflow" not in markdown.render(provenance(result(made)))
+    for index, run in enumerate(sorted(made[1].runs.glob("small-dense-*"))):
+        place = {"uri": "http://host:5000", "experiment_id": "7", "run_id": f"{index}" * 32}
+        (run / POSITION).write_text(json.dumps(place))
+    text = markdown.render(provenance(result(made)))
+    assert "MLflow runs of 2 of 4 runs" in text
+    page = "http\\://host:5000/\\#/experiments/7/runs/" + "1" * 32  # as Markdown escapes it
+    assert f"- small-dense-s2: {'1' * 32}, {page}" in text
 
 
 def test_a_report_names_no_place_of_this_machine(made: Made) -> None:

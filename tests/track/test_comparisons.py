@@ -11,10 +11,13 @@ import pytest
 from full_disks import largest_file
 from track.tracked_runs import end_run, make_run
 
+from workbench.compare.pair import Side
+from workbench.compare.sections import description
 from workbench.publish import publish
 from workbench.track.comparisons import notes_of
 from workbench.track.feeder import send_run
 from workbench.track.mlflow_store import Feed, read_position
+from workbench.track.record import read_record
 from workbench.track.store import Store
 
 DOWN = "http://127.0.0.1:9"
@@ -61,6 +64,9 @@ def test_tag_and_report_arrive_at_both_runs(
 ) -> None:
     folders = make_pair(mlflow_store, "one", "two")
     run_ids = [Feed(folder, target).push().run_id for folder in folders]
+    for folder, run_id in zip(folders, run_ids, strict=True):  # a report says where its runs are
+        side = Side(folder.name, folder, read_record(folder), "FINISHED")
+        assert description(side, {})["MLflow run"] == run_id
     report = make_report(mlflow_store, "one--two--0123abcd")
     tag = f"workbench.comparison.{report.name}"
 

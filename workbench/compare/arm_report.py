@@ -19,7 +19,7 @@ from workbench.compare.arm_sentences import (
     title,
     verdict_sentence,
 )
-from workbench.compare.arm_tidy import tidy_arms_csv
+from workbench.compare.arm_tidy import figures_json, tidy_arms_csv
 from workbench.compare.arms import ArmPair, ArmsComparison
 from workbench.compare.document import (
     Block,
@@ -191,21 +191,6 @@ def _records(comparison: ArmsComparison) -> dict[str, Any]:
 
 
 def _data(comparison: ArmsComparison) -> object:
-    series = {
-        pair.b.name: {
-            metric: {
-                "unit": one.unit,
-                "tokens": list(one.tokens),
-                "a": one.a.tolist(),
-                "b": one.b.tolist(),
-                "difference": one.difference.tolist(),
-                "interval": one.interval.tolist(),
-                "level": one.level,
-            }
-            for metric, one in (pair.results.series if pair.results else {}).items()
-        }
-        for pair in comparison.pairs
-    }
     place = comparison.report.name if comparison.report else None  # wherever the folder is moved
-    about = {"report": place, "key": comparison.key, "series": series}
-    return strict(comparison.to_json() | about)
+    about = {"report": place, "key": comparison.key}
+    return strict(comparison.to_json() | about | figures_json(comparison))

@@ -106,7 +106,7 @@ def runs(comparison: ArmsComparison) -> list[Block]:
     ]
     keys = list(dict.fromkeys(key for _, one in described for key in one))
     alike = [key for key in keys if len({one.get(key) for _, one in described}) == 1]
-    columns = ["run", "id", "seed", "status", "hours", "commit", "device", "MLflow run"]
+    columns = ["run", "id", "seed", "status", "hours", "commit", "device"]
     shown = [key for key in columns if key in keys and (key not in alike or key in columns[:4])]
     rows = [[arm, *(one.get(key, "-") for key in shown)] for arm, one in described]
     other = [key for key in keys if key not in shown and key not in alike]

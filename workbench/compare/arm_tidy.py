@@ -1,11 +1,17 @@
-"""The numbers of a comparison of arms as a tidy table: every run's, the means, the differences."""
+"""The numbers and figures of a comparison of arms as data: a tidy table, and curves as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
+
+from workbench.compare.arm_documents import DocumentMeans
 from workbench.compare.arm_results import ArmNumber, ArmSeries
 from workbench.compare.arms import Arm, ArmPair, ArmsComparison
+from workbench.compare.details import routes_of
+from workbench.compare.stats import Floats
 from workbench.compare.tidy import Row, write_rows
 
 
@@ -15,8 +21,63 @@ def tidy_arms_csv(comparison: ArmsComparison) -> str:
     return write_rows(_rows(comparison))
 
 
+def figures_json(comparison: ArmsComparison) -> dict[str, Any]:
+    """What the figures show beside the numbers: curves and documents of every pair, by the name of
+    its arm (both names where the other is not the baseline), and the routes of every arm."""
+    series: dict[str, Any] = {}
+    documents: dict[str, Any] = {}
+    shown: dict[str, Arm] = {}
+    for pair in comparison.pairs:
+        base = pair.a.name == comparison.baseline.name
+        label = pair.b.name if base else f"{pair.b.name} - {pair.a.name}"
+        results = pair.results
+        series[label] = {
+            metric: {
+                "unit": one.unit,
+                "tokens": list(one.tokens),
+                "a": one.a.tolist(),
+                "b": one.b.tolist(),
+                "difference": one.difference.tolist(),
+                "interval": one.interval.tolist(),
+                "level": one.level,
+            }
+            for metric, one in (results.series if results else {}).items()
+        }
+        documents[label] = {
+            metric: {
+                "documents": list(one.documents),
+                "weight": one.weight.tolist(),
+                "a": _per_unit(one.a, one).tolist(),
+                "b": _per_unit(one.b, one).tolist(),
+            }
+            for metric, one in _deciding_documents(pair)
+        }
+        shown |= {arm.name: arm for arm in (pair.a, pair.b) if results is not None}
+    routes: dict[str, Any] = {}
+    for name, arm in shown.items():
+        found = routes_of(arm.data[0], comparison.at) if comparison.at is not None else None
+        if found is not None:
+            routes[name] = {"seed": arm.seeds[0], "layers": list(found.layers)}
+            routes[name]["shares"] = found.shares.tolist()
+    return {"series": series, "documents": documents, "routes": routes}
+
+
+def _deciding_documents(pair: ArmPair) -> Iterator[tuple[str, DocumentMeans]]:
+    """The documents of the numbers that decide, which are those that a figure may show."""
+    for metric in pair.deciding:
+        if pair.results is not None and metric in pair.results.documents:
+            yield metric, pair.results.documents[metric]
+
+
+def _per_unit(sums: Floats, means: DocumentMeans) -> Floats:
+    """[D] of each document, per token or byte; NaN where none of it was scored."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(np.where(means.weight > 0, sums / means.weight, np.nan))
+
+
 def _rows(comparison: ArmsComparison) -> Iterator[Row]:
     seen: set[tuple[str, str, int | None]] = set()  # arm, metric, tokens whose values were given
+    given: set[tuple[str, str]] = set()  # arm, metric whose documents were given
     for pair in comparison.pairs:
         if pair.results is None:
             continue
@@ -36,6 +97,7 @@ def _rows(comparison: ArmsComparison) -> Iterator[Row]:
         for metric, series in pair.results.series.items():
             claim = pair.results.numbers[metric].claim
             yield from _of_series(comparison, pair, metric, series, claim, seen)
+        yield from _of_documents(comparison, pair, given)
 
 
 def _of_arm(
@@ -92,3 +154,23 @@ def _of_series(
             row |= {"low": low, "high": high, "level": series.level, "interval": "seeds"}
             row["n"] = min(len(pair.a.runs), len(pair.b.runs))
         yield row
+
+
+def _of_documents(
+    comparison: ArmsComparison, pair: ArmPair, given: set[tuple[str, str]]
+) -> Iterator[Row]:
+    """Every document of the numbers that decide: its mean over the seeds of each arm."""
+    for metric, means in _deciding_documents(pair):
+        assert pair.results is not None
+        number = pair.results.numbers[metric]
+        base: Row = {"claim": number.claim, "metric": metric, "tokens": comparison.at}
+        base |= {"unit": number.unit, "quantity": "mean"}
+        for arm, sums in ((pair.a, means.a), (pair.b, means.b)):
+            if (arm.name, metric) in given:
+                continue
+            given.add((arm.name, metric))
+            scored = zip(means.documents, _per_unit(sums, means), means.weight, strict=True)
+            for document, value, weight in scored:
+                if weight > 0:
+                    row: Row = {"arm": arm.name, "document": document, "value": float(value)}
+                    yield {**base, **row, "n": len(arm.runs)}

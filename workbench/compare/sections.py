@@ -29,6 +29,7 @@ from workbench.compare.pair import Comparison, Side
 from workbench.compare.rules import Judgement, Leaf, Ruling
 from workbench.compare.words import remedy, show, show_pair, why
 from workbench.spec.checklist import CLAIMS, RULES, tag_of
+from workbench.track.position import read_position
 from workbench.track.record import RunRecord
 
 _LONGEST_VALUE = 120
@@ -337,12 +338,15 @@ def description(side: Side, facts: Facts) -> dict[str, str]:
         "device": hardware.device_name,
         "torch": hardware.torch,
         "python": record.provenance.get("python"),
-        "MLflow run": record.mlflow.get("run_id"),
-        "MLflow page": record.mlflow.get("url"),
     }
     if isinstance(versions, dict):
         shown |= {name: version for name, version in versions.items() if name not in shown}
-    return {key: show(value) for key, value in shown.items()}
+    said = {key: show(value) for key, value in shown.items()}
+    if (position := read_position(side.folder)) is not None:
+        said["MLflow run"] = position.run_id  # whole: it is looked up by it
+        if position.page is not None:
+            said["MLflow page"] = position.page
+    return said
 
 
 def _hours(started: str | None, ended: str | None) -> float | None:

@@ -29,6 +29,7 @@ from workbench.study.places import portable, seen_from
 from workbench.study.plan import plan_differences
 from workbench.study.sections import listed
 from workbench.study.table import state_rows
+from workbench.track.position import read_position
 from workbench.track.record import RunRecord
 
 _MOST_COLUMNS = 3  # of arms beside their settings
@@ -224,6 +225,7 @@ def provenance(outcome: StudyResult) -> list[Block]:
                 Strong(f"{key} is not the same in all runs"), f": {listed(list(shared[key]))}"
             )
         )
+    positions = [read_position(state.entry.folder) if state.entry else None for state, _ in records]
     rows = [
         [
             record.name,
@@ -231,11 +233,18 @@ def provenance(outcome: StudyResult) -> list[Block]:
             state.state,
             (record.started or "").replace("T", " ")[:16],
             record.spec_sha256[:8],
-            str(record.mlflow.get("run_id", "-"))[:8],
         ]
         for state, record in records
     ]
-    blocks.append(table(["run", "id", "state", "started", "spec", "MLflow run"], rows))
+    blocks.append(table(["run", "id", "state", "started", "spec"], rows))
+    logged = [
+        [record.name, position.run_id, *([position.page] if position.page else [])]
+        for (_, record), position in zip(records, positions, strict=True)
+        if position is not None
+    ]
+    if logged:
+        inside = bullets(f"{name}: {', '.join(where)}" for name, *where in logged)
+        blocks.append(Fold(f"MLflow runs of {len(logged)} of {len(records)} runs", (inside,)))
     return blocks
 
 

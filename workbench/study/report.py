@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from workbench.compare import markdown, page
+from workbench.compare.arm_tidy import figures_json, tidy_arms_csv
 from workbench.compare.document import (
     Badge,
     Block,
@@ -28,7 +27,7 @@ from workbench.compare.report_folder import (
     put_report,
     write_texts,
 )
-from workbench.compare.tidy import COLUMNS
+from workbench.compare.tidy import write_rows
 from workbench.compare.words import show
 from workbench.spec.checklist import CLAIMS, RULESET_VERSION
 from workbench.study import grounds, sections
@@ -217,6 +216,7 @@ def data(outcome: StudyResult) -> dict[str, Any]:
             for one in outcome.decisions
         ],
         "comparison": comparison.to_json() if comparison else None,
+        **(figures_json(comparison) if comparison else {}),
         "events": [event.model_dump(mode="json") for event in outcome.status.ledger.events],
     }
     found = strict(document)
@@ -232,54 +232,7 @@ def _placed(outcome: StudyResult) -> dict[str, Any]:
     return document
 
 
-_COLUMNS = (*COLUMNS, "p_adjusted")
-
-
 def tidy_csv(outcome: StudyResult) -> str:
-    """One row for each number of each run, and for each difference with its interval."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, _COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    comparison = outcome.comparison
-    if comparison is None:
-        return out.getvalue()
-    written: set[tuple[str, str]] = set()
-    for pair in comparison.pairs:
-        numbers = pair.results.numbers if pair.results else {}
-        for metric, number in numbers.items():
-            base: dict[str, Any] = {"claim": number.claim, "metric": metric}
-            base |= {"tokens": comparison.at, "unit": number.unit}
-            for arm, values in ((pair.a, number.a), (pair.b, number.b)):
-                if (metric, arm.name) in written or number.blank:
-                    continue
-                written.add((metric, arm.name))
-                for side, seed, value in zip(arm.runs, arm.seeds, values, strict=False):
-                    row = {**base, "quantity": "value", "arm": arm.name, "run": side.name}
-                    writer.writerow(_cells({**row, "seed": seed, "value": value}))
-            change: dict[str, Any] = {
-                **base,
-                "quantity": "difference",
-                "arm": f"{pair.b.name} - {pair.a.name}",
-            }
-            change |= {"value": number.difference, "note": number.blank or number.no_seeds or ""}
-            if number.seeds is not None and not number.blank:
-                low, high = number.seeds.interval
-                change |= {"low": low, "high": high, "level": number.seeds.level}
-                change |= {"interval": "seeds", "n": number.seeds.n[0]}
-                change["p_adjusted"] = number.p_adjusted
-            writer.writerow(_cells(change))
-            if number.documents is not None and not number.blank:
-                low, high = number.documents.interval
-                change |= {"low": low, "high": high, "level": number.level, "p_adjusted": None}
-                change |= {"interval": "documents", "n": number.documents.n}
-                writer.writerow(_cells(change))
-    return out.getvalue()
-
-
-def _cells(row: dict[str, Any]) -> dict[str, Any]:
-    """Values as strict JSON has them; text that a spreadsheet would take for a formula, quoted."""
-    cells = {}
-    for key, value in row.items():
-        formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
-        cells[key] = "" if value is None else f"'{value}" if formula else strict(value)
-    return cells
+    """Every number of the arms that may be compared, as a report on arms has them; else the head
+    alone."""
+    return tidy_arms_csv(outcome.comparison) if outcome.comparison else write_rows(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -26,6 +27,21 @@ class Position(BaseModel):
     models: dict[str, str] = {}  # SHA-256 of a checkpoint -> the logged model; "": it keeps none
     files_sha256: str | None = None
     status: str | None = None
+
+    @property
+    def page(self) -> str | None:
+        """The address of the run's page, without a user or password; None where MLflow is a file of
+        this machine, whose pages have an address only while `wb ui` serves them."""
+        try:
+            parts = urlsplit(self.uri)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            return None
+        if parts.scheme not in ("http", "https") or not host:
+            return None
+        host = f"[{host}]" if ":" in host else host
+        server = f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
+        return f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
 
 def read_position(folder: Path) -> Position | None:
