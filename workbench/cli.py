@@ -24,17 +24,10 @@ from workbench.output import (
     write_document,
     write_line,
 )
+from workbench.signals import EndedError
 
 INPUT_OUTPUT, CRASHED = StoreError.exit_code, 70
 BROKEN_PIPE = 128 + signal.SIGPIPE
-
-
-class EndedError(KeyboardInterrupt):
-    """A signal asked the process to end, and no run was there that would save first."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 def main() -> None:

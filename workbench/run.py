@@ -62,7 +62,7 @@ from workbench.progress import Reporter
 from workbench.recorder import Follower, Recorder, now
 from workbench.resume import Beginning, ResumeRequest, take_up, was_begun_by
 from workbench.room import require_room
-from workbench.signals import InterruptedRunError, StopRequests
+from workbench.signals import EndedError, InterruptedRunError, StopRequests
 from workbench.spec.held_out import set_words
 from workbench.spec.run import RunSpec, spec_hash
 from workbench.track.events import NullTracker, Tracker
@@ -214,9 +214,13 @@ def _run(
     )
     with StopRequests() as stop:
         launchers = sorted({one for one in team.gathered(launcher()) if one})
-        beginning = team.first(
-            lambda: _begin(parts, store, command, resume, launchers, reporter.say)
-        )
+        parts.state.stream.interrupt_by(stop.check)
+        try:
+            beginning = team.first(
+                lambda: _begin(parts, store, command, resume, launchers, reporter.say)
+            )
+        except InterruptedRunError as request:  # while it waited for what it would go on with
+            raise EndedError(request.number) from request
         folder = beginning.folder
         if beginning.nothing_to_do:
             outcome = RunOutcome(beginning.record, folder, 0)
@@ -287,6 +291,7 @@ def replay(parts: Components, record: RunRecord, folder: Path) -> dict[int, str]
     journal = Journal(folder / METRICS, columns(list(parts.data.evaluation_sets)))
     recorder = Recorder(parts, folder, record, journal, NullTracker())
     with StopRequests() as stop, Reporter(parts.steps) as reporter:
+        parts.state.stream.interrupt_by(stop.check)
         try:
             _train(parts, recorder, reporter, stop)
         except InterruptedRunError as request:
@@ -379,7 +384,6 @@ def _train(
     """The run itself: evaluate, then update, log, evaluate and save, to the last step."""
     spec, team = parts.spec, parts.team
     saved = time.monotonic()
-    parts.state.stream.interrupt_by(stop.check)
     compiler, compiled = CompileWatch(spec.training.compile), Compiled()
 
     if recorder.owes_evaluation:

@@ -21,6 +21,14 @@ class InterruptedRunError(Exception):
         return type(self), (self.number,)  # so that it comes whole from another process
 
 
+class EndedError(KeyboardInterrupt):
+    """A signal asked the process to end, and no run was there that would save first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 class StopRequests:
     """While entered, the first of these signals is remembered; a second SIGINT ends at once."""
 
