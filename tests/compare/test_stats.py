@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from workbench.compare.scores import read_scores
-from workbench.compare.stats import document_interval, document_intervals
+from workbench.compare.stats import FEW, document_interval, document_intervals
 from workbench.errors import UserError
 
 
@@ -19,24 +19,45 @@ def rng() -> np.random.Generator:
 
 def test_two_documents_by_hand() -> None:
     """1/10 and 30/100 have the ratio of sums 31/110, not the mean of ratios (0.2). The residuals
-    are -20/11 and 20/11, the standard error 4/121; t(0.975, 1) = 12.7062 (tables)."""
+    are -20/11 and 20/11, the shares of the text 1/11 and 10/11, so that they count as -2 and 20:
+    the HC3 standard error is sqrt(404)/110. These two are worth 110^2/10100 = 1.2 documents: one
+    degree of freedom, t(0.975, 1) = 12.7062 (tables)."""
     difference, weight = np.array([1.0, 30.0]), np.array([10.0, 100.0])
-    half = 12.7062 * 4 / 121
+    half = 12.7062 * math.sqrt(404) / 110
     found = document_interval(difference, weight, rng())
     assert found == pytest.approx((31 / 110 - half, 31 / 110 + half), abs=1e-5)
+
+
+def test_few_documents_have_the_freedom_of_their_effective_number() -> None:
+    """Weights 1, 1, 1, 2 are worth 25/7 = 3.571 documents: 2.571 degrees
+    of freedom. Of ratios 1, 2, 3 and 2 the ratio of sums is 2."""
+    from scipy import stats
+
+    difference, weight = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 1.0, 1.0, 2.0])
+    error = math.sqrt(2 * (1 / 0.8) ** 2) / 5  # the residuals are -1, 0, 1 and 0
+    half = float(stats.t.ppf(0.975, 25 / 7 - 1)) * error
+    assert document_interval(difference, weight, rng()) == pytest.approx((2 - half, 2 + half))
+
+
+def test_few_equal_documents_by_hand() -> None:
+    """1, 2 and 6 have the mean 3; of three equal documents the residuals -2, -1, 3 count half as
+    much again: sqrt(14 * 9/4)/3, and t(0.975, 2) = 4.30265 (tables)."""
+    half = 4.30265 * math.sqrt(31.5) / 3
+    found = document_interval(np.array([1.0, 2.0, 6.0]), np.ones(3), rng())
+    assert found == pytest.approx((3 - half, 3 + half), abs=1e-4)
 
 
 def test_bootstrap_t_is_scipys() -> None:
     """Of equal lengths the ratio is a mean: its t statistics under the same draws, one by one."""
     from scipy import stats
 
-    values, draws = np.random.default_rng(0).gamma(0.5, 1.0, 20), 401
-    places = rng().integers(0, 20, (draws, 20))
+    values, draws = np.random.default_rng(0).gamma(0.5, 1.0, FEW), 401
+    places = rng().integers(0, FEW, (draws, FEW))
     found = [stats.ttest_1samp(values[one], values.mean()).statistic for one in places]
     low, high = np.quantile(found, [0.025, 0.975], method="inverted_cdf")
     error = stats.sem(values)
     expected = values.mean() - high * error, values.mean() - low * error
-    assert document_interval(values, np.ones(20), rng(), draws=draws) == pytest.approx(expected)
+    assert document_interval(values, np.ones(FEW), rng(), draws=draws) == pytest.approx(expected)
 
 
 def test_differences_of_the_same_documents_share_their_draws() -> None:
