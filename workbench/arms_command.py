@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,18 +67,19 @@ def compare_groups(
     as_json: bool,
     color: bool,
 ) -> Answer:
-    """Compares the arms, writes the report, and says what came of it.
+    """Compares the arms, says the verdict, writes the report, and says what else came of it.
 
     Raises:
         UserError: the arms are named in two ways at once, or a run or a tag is not found.
     """
-    from workbench.compare import compare_arms, render_arms, write_arms_report
+    from workbench.compare import compare_arms, render_rest, render_verdict, write_arms_report
     from workbench.publish import publish
 
     entries = store.list_runs()
     arms = _arms(request, store, entries)
     every = [entry for group in arms.values() for entry in group]
-    comparison = compare_arms(
+    compared = partial(
+        compare_arms,
         {name: [entry.folder for entry in group] for name, group in arms.items()},
         baseline=request.baseline,
         treatment=treatment,
@@ -89,15 +91,20 @@ def compare_groups(
         statuses={entry.folder: entry.status or "RUNNING" for entry in every},
         planned=planned_seeds(arms),
     )
-    comparison = write_arms_report(comparison, store.reports)
+    if not as_json:
+        # Before the scores of all evaluations are read, and the report is made, which takes longer.
+        power = request.power or bool(request.differences)
+        verdict = compared(over_documents=False)
+        write_line(render_verdict(verdict, color, power=power, differences=request.differences))
+        write_line("")
+    comparison = write_arms_report(compared(), store.reports)
     assert comparison.report is not None
     document = comparison.to_json()
     # Before MLflow is told, which takes seconds.
     if as_json:
         write_document(document)
     else:
-        power = request.power or bool(request.differences)
-        write_line(render_arms(comparison, color, power=power, differences=request.differences))
+        write_line(render_rest(comparison))
     folders = [entry.folder for entry in every]
     publish(document, allow, comparison.names, folders, comparison.report, say)
     return Answer(None, comparison.exit_code(strict))

@@ -10,7 +10,7 @@ comparison.results.numbers["held_out/nll"].difference
 """
 
 from workbench.compare.arm_report import write_arms_report
-from workbench.compare.arm_terminal import render_arms
+from workbench.compare.arm_terminal import render_arms, render_rest, render_verdict
 from workbench.compare.arms import ArmsComparison, compare_arms
 from workbench.compare.check import Check, PlannedRun, check, check_specs
 from workbench.compare.facts import facts_of_record, facts_of_spec
@@ -35,7 +35,9 @@ __all__ = [
     "judge",
     "render_arms",
     "render_check",
+    "render_rest",
     "render_terminal",
+    "render_verdict",
     "write_arms_report",
     "write_report",
 ]

@@ -30,10 +30,38 @@ def render_arms(
         power: whether to say what these seeds can find.
         differences: of each, how many seeds it needs.
     """
+    verdict = render_verdict(comparison, color, power=power, differences=differences)
+    return f"{verdict}\n\n{render_rest(comparison)}"
+
+
+def render_verdict(
+    comparison: ArmsComparison,
+    color: bool = False,
+    *,
+    power: bool = False,
+    differences: Sequence[float] = (),
+) -> str:
+    """What is judged and decided, for which no interval over documents is needed.
+
+    Args:
+        power: whether to say what these seeds can find.
+        differences: of each, how many seeds it needs.
+    """
     lines: list[str] = []
     for pair in comparison.pairs:
         lines += [*([""] if lines else []), *_pair(pair, comparison, color, power, differences)]
-    lines += ["", *(line for said in selection(comparison) for line in wrapped(said, "  - "))]
+    return "\n".join(lines)
+
+
+def render_rest(comparison: ArmsComparison) -> str:
+    """What is known after the verdict: intervals over documents, what was chosen, the report."""
+    lines: list[str] = []
+    for pair in comparison.pairs:
+        of = f"{pair.b.name} against {pair.a.name}: " if len(comparison.pairs) > 1 else ""
+        for name in pair.deciding:
+            said = documents_sentence(pair, name)
+            lines += [*wrapped(f"{of}{said}"), ""] if said else []
+    lines += [line for said in selection(comparison) for line in wrapped(said, "  - ")]
     if comparison.pairs[0].judgement.inferred:
         lines += ["", "to declare the treatment: --treatment model"]
     if comparison.report:
@@ -55,7 +83,6 @@ def _pair(
     lines += rule_lines(pair.judgement, color)
     for name in pair.deciding:
         said = [verdict_sentence(pair, name), difference_sentence(pair, name)]
-        said.append(documents_sentence(pair, name))
         if power:
             said += [power_sentence(pair, name, one) for one in (differences or (None,))]
         lines += ["", *wrapped(" ".join(filter(None, said)))]

@@ -240,8 +240,9 @@ def compare_arms(
         tuning: arm -> how many other runs there are of its model.
         statuses: folder -> the status of its run now, where the caller knows better than the record
             (a run that died still says RUNNING).
-        over_documents: whether to draw the intervals over documents too, which take longest and
-            decide nothing.
+        over_documents: whether to draw the intervals over documents too, which decide nothing, and
+            to read and check the scores of every evaluation, which takes longest; else those of the
+            point compared alone.
 
     Raises:
         UserError: there are fewer than two arms or an empty one, a folder holds no run record, a
@@ -256,7 +257,7 @@ def compare_arms(
     for side in every:
         check_record(side.folder, side.record)
     tokens = _common_point(every, at)
-    scored_at = None if over_documents else ()
+    scored_at = None if over_documents else (tokens,)
     data = {id(side): read_run(side.folder, side.record, scored_at) for side in every}
     facts = _facts(every, data, tokens)
 
