@@ -175,8 +175,8 @@ def _arms(
     from workbench.track.server_runs import find_run
 
     if request.arms:
-        return _named_arms(request, store)
-    names = _names(request)
+        return _named_arms(request, store, entries)
+    names, own = _names(request), entries
     if request.a_tags or request.b_tags:
         entries = [*entries, *_of_the_server(store, entries)]
     found: dict[str, list[RunEntry]] = {}
@@ -184,7 +184,7 @@ def _arms(
         ("--a", names[0], request.a, request.a_tags),
         ("--b", names[1], request.b, request.b_tags),
     ):
-        group = [readable(find_run(store, text, whole=True)) for text in _split(runs)]
+        group = [readable(find_run(store, text, whole=True, entries=own)) for text in _split(runs)]
         if tags:
             group += [
                 one if one.folder.parent == store.runs else find_run(store, _id_of(one), whole=True)
@@ -210,7 +210,9 @@ def _names(request: ArmsRequest) -> list[str]:
     return names
 
 
-def _named_arms(request: ArmsRequest, store: Store) -> dict[str, list[RunEntry]]:
+def _named_arms(
+    request: ArmsRequest, store: Store, entries: Sequence[RunEntry]
+) -> dict[str, list[RunEntry]]:
     from workbench.track.server_runs import find_run
 
     if request.a or request.b or request.a_tags or request.b_tags or request.names:
@@ -223,7 +225,9 @@ def _named_arms(request: ArmsRequest, store: Store) -> dict[str, list[RunEntry]]
             raise UserError.at("--arm", "a name and runs are needed", given, "NAME=RUN,RUN")
         if name in found:
             raise UserError.at("--arm", "this name stands twice", name, "another name")
-        found[name] = [readable(find_run(store, text, whole=True)) for text in _split([runs])]
+        found[name] = [
+            readable(find_run(store, text, whole=True, entries=entries)) for text in _split([runs])
+        ]
     return found
 
 

@@ -257,7 +257,7 @@ def compare_arms(
     for side in every:
         check_record(side.folder, side.record)
     tokens = _common_point(every, at)
-    scored_at = None if over_documents else (tokens,)
+    scored_at = None if over_documents else () if tokens is None else (tokens,)
     data = {id(side): read_run(side.folder, side.record, scored_at) for side in every}
     facts = _facts(every, data, tokens)
 

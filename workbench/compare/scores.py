@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from workbench.compare.arrow import floats_of
 from workbench.compare.imported import UNTOUCHED
@@ -117,7 +118,7 @@ def _read(path: Path) -> dict[str, SetScores]:
     found: dict[str, SetScores] = {}
     for name in dict.fromkeys(owners.tolist()):
         places = np.flatnonzero(owners == name)
-        mine = table.take(places) if len(places) < len(owners) else table
+        mine = _rows_of(table, places)
         if _INDEX in known and mine.column(_INDEX).to_pylist() != list(range(len(places))):
             message = f"the documents of {name} are not in the order of the set"
             raise UserError.at(str(path), message, None, UNTOUCHED)
@@ -125,6 +126,15 @@ def _read(path: Path) -> dict[str, SetScores]:
         documents = _shared(tuple(map(str, mine.column("document").to_pylist())))
         found[name] = SetScores(documents, rows[places], clean)
     return found
+
+
+def _rows_of(table: Any, places: npt.NDArray[np.intp]) -> Any:
+    """The rows of a table at ascending places; those that follow one another without `take`, which
+    imports pandas."""
+    first, last = int(places[0]), int(places[-1])
+    if last - first + 1 == len(places):
+        return table.slice(first, len(places))
+    return table.take(places)
 
 
 def _texts(column: Any) -> Any:

@@ -170,19 +170,22 @@ class Server:
         return StoreError.at(self.place, message + short_reason(error))
 
 
-def find_run(store: Store, text: str, whole: bool = False) -> RunEntry:
+def find_run(
+    store: Store, text: str, whole: bool = False, entries: Sequence[RunEntry] | None = None
+) -> RunEntry:
     """The run of the store, or of the server that the environment names, with this name or id, or
     the only one whose name or id begins with it. The store is asked first.
 
     Args:
         whole: all that was logged of it, and not its record alone.
+        entries: those of the store, where they were read already.
 
     Raises:
         UserError: no run is meant, or more than one, or what the server has was changed.
         StoreError: the server cannot be reached.
     """
     try:
-        return store.find_run(text)
+        return store.find_run(text, entries)
     except UserError as error:
         address = server_address()
         if address is None or any(_is_meant(e.name, text) for e in store.list_runs()):

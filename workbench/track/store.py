@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -156,13 +157,16 @@ class Store:
         entries = [read_entry(folder) for folder in sorted(folders)]
         return sorted(entries, key=lambda one: (one.record and one.record.started) or "")[::-1]
 
-    def find_run(self, text: str) -> RunEntry:
+    def find_run(self, text: str, entries: Sequence[RunEntry] | None = None) -> RunEntry:
         """The run with this name or id, or the only one whose name or id begins with it.
+
+        Args:
+            entries: those of `list_runs`, where they were read already.
 
         Raises:
             UserError: no run is meant, or more than one.
         """
-        entries = self.list_runs()
+        entries = self.list_runs() if entries is None else entries
         exact = [e for e in entries if text in (e.name, e.record and e.record.id)]
         matches = exact or [
             entry
