@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import shutil
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
 from fake_arms import write_arm
-from fake_runs import full_spec
+from fake_runs import STEPS, changed_table, full_spec
 from pyarrow import parquet
 from pydantic import ValidationError
 
@@ -21,6 +24,9 @@ from workbench.compare import compare_arms, render_arms, write_arms_report
 from workbench.compare.arm_figures import draw
 from workbench.compare.arm_report import render_arms_markdown
 from workbench.compare.arm_tidy import figures_json, tidy_arms_csv
+from workbench.compare.numbers import decimals_more, write
+from workbench.compare.power import seeds_written
+from workbench.compare.sentences import document_method
 from workbench.errors import UserError
 from workbench.track.store import Store
 
@@ -157,7 +163,7 @@ def test_seeds_without_a_spread_name_no_winner(
     said = said_of(tmp_path, "base", "other", treatment=["model"])
     assert words in said
     is_same = first == second
-    assert f"minus that of base is {'0.0000' if is_same else '-0.020000'} nats/token." in said
+    assert f"minus that of base is {'0.0000' if is_same else '-0.0200'} nats/token." in said
     assert "It says nothing about another seed" in said
     assert ("turn the sign" in said) is not is_same
     for wrong in ("better than", "not distinguishable", "p =", "power", "nan", "inf"):
@@ -374,3 +380,144 @@ def test_the_table_of_a_refused_pair_of_arms_has_its_head_alone(home: Path) -> N
     comparison = compare_arms({"gqa": arm(home, "gqa"), "twice": wrong}, treatment=["model"])
     assert comparison.verdict == "refused"
     assert tidy_arms_csv(comparison).count("\n") == 1
+
+
+def three_arms() -> list[str]:
+    return [f"--arm={name}={name}-s1,{name}-s2" for name in ("gqa", "mha", "mixed")]
+
+
+def test_the_command_on_three_arms(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WB_HOME", str(home))
+    given = [*three_arms(), "--baseline", "mha", "--treatment", "model"]
+    assert code_of("compare", *given, "--power", "--difference", "0.01", "--difference", "2") == 0
+    said = capfd.readouterr().out
+    words = " ".join(said.split())
+    for name in ("gqa", "mixed"):
+        assert f"for nll: mha against {name}" in words
+        assert f"held_out/nll of {name} minus that of mha is" in words
+        assert f"{name} against mha: Over 12 documents" in words
+    assert "mixed minus that of gqa" not in words
+    assert words.count("97.5 % interval over 2 paired seeds") == 2
+    assert words.count("adjusted for the arms (Holm)") == 1  # the larger p stays as it is
+    assert words.count("the smallest difference found with 80 % power is") == 4
+    for difference in ("0.01", "2"):
+        assert words.count(f"one of {difference} takes") == 2
+    (report,) = re.findall("report: (.*)", said)
+    again = f"wb compare {' '.join(three_arms())} --baseline mha --treatment model"
+    assert again.replace("--arm=", "--arm ") in Path(report).read_text()
+    found = json.loads(Path(report).with_name("results.json").read_text())
+    assert (found["baseline"], len(found["pairs"])) == ("mha", 2)
+    assert [(pair["a"], pair["b"]) for pair in found["pairs"]] == [("mha", "gqa"), ("mha", "mixed")]
+
+
+def test_what_is_wrong_with_the_options_of_arms_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WB_HOME", str(home))
+    for wrong, words in (
+        (["--baseline", "none"], "there is no such arm"),
+        (["--arm", "mha=mixed-s1"], "this name stands twice"),
+        (["--at", "7"], "all runs must have been evaluated there"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call(["compare", *three_arms(), *wrong])
+
+
+def test_the_verdict_is_said_before_the_report_is_made(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where no report can be written, the verdict has been said; and of scores that were changed
+    nothing is said, as they are read first."""
+    store = Store(tmp_path / "mlruns")
+    store.home.mkdir()
+    shutil.copytree(home / "runs", store.runs)
+    store.reports.write_text("no folder")
+    monkeypatch.setenv("WB_HOME", str(store.home))
+    given = ["compare", *three_arms()[:2], "--treatment", "model"]
+    with pytest.raises(UserError, match="the report cannot be written"):
+        call(given)
+    said = capfd.readouterr().out
+    assert "mha is better than gqa at this budget" in " ".join(said.split())
+    assert "Over 12 documents" not in said
+    scores = store.runs / "mha-s2" / "evaluations" / f"step_{STEPS:08d}.parquet"
+    with changed_table(scores) as table:
+        table["nll_sum"][0] += 1
+    with pytest.raises(UserError, match="is not that of the documents"):
+        call(given)
+    assert capfd.readouterr().out == ""
+
+
+def test_means_end_where_their_spreads_do_and_differences_agree(tmp_path: Path) -> None:
+    """In every row: one number of decimals, and the difference is that of the means as they are
+    written, or has a decimal more."""
+    write_arm(tmp_path, "base", {1: 0.0, 2: 0.163, 3: -0.12})
+    write_arm(tmp_path, "other", {4: 0.02, 5: 0.075, 6: -0.041}, noise=2)
+    arms = {name: sorted(tmp_path.glob(f"{name}-s*")) for name in ("base", "other")}
+    comparison = compare_arms(arms, treatment=["seed"])
+    for line in render_arms_markdown(comparison).splitlines():
+        if not re.match(r"\| (held_out|train)\S*/", line) or "±" not in line:
+            continue
+        cells = [cell.strip() for cell in line.replace("\\", "").split("|")[2:5]]
+        written = [Decimal(one) for cell in cells for one in re.split(" ± ", cell)]
+        ends = [-int(one.as_tuple().exponent) for one in written]
+        assert len(set(ends[:4])) == 1, line
+        if ends[4] == ends[0]:
+            assert written[4] == written[2] - written[0], line
+        else:
+            assert ends[4] == ends[0] + 1, line
+            assert abs(written[4] - written[2] + written[0]) <= Decimal(1).scaleb(-ends[0]), line
+        assert all(len(one.as_tuple().digits) >= 2 for one in (written[1], written[3])), line
+
+
+def test_a_difference_that_rounding_would_contradict_has_a_decimal_more() -> None:
+    assert decimals_more("x/nll", 231.4, 235.6, 0, 0.0) == 1
+    assert decimals_more("x/nll", 231.4, 235.4, 0, 0.0) == 0
+    assert decimals_more("tokens_per_s", 1231.4, 1235.6, 3, 1236.0) == 1
+    assert decimals_more("peak_memory_bytes", 1.004e9, 1.016e9, 3, 1.016e9) == 1  # 1.00, 1.02, 0.01
+    assert write("tokens_per_s", -14.62, size=735.0, sign=True, more=1) == "-14.6"
+
+
+def test_seeds_needed_have_two_digits() -> None:
+    assert [seeds_written(n) for n in (2, 99, 100, 101, 303, 1234, None)] == [
+        "about 2",
+        "about 99",
+        "about 100",
+        "about 110",
+        "about 310",
+        "about 1,300",
+        "more than 10,000",
+    ]
+
+
+@pytest.mark.parametrize(("speeds", "is_disturbed"), [((1000, 1300), True), ((1000, 1100), False)])
+def test_throughput_that_varies_over_seeds_is_no_claim(
+    speeds: tuple[int, int], is_disturbed: bool, tmp_path: Path
+) -> None:
+    write_arm(tmp_path, "base", {1: 0.0, 2: 0.01})
+    for seed, speed in zip(SEEDS, speeds, strict=True):
+        results = {"results": {"tokens_per_s": speed, "seconds": 54.0, "peak_memory_bytes": 10**9}}
+        write_arm(tmp_path, "other", {seed: 0.02 * seed}, record=results, **MHA)
+    arms = {name: sorted(tmp_path.glob(f"{name}-s*")) for name in ("base", "other")}
+    comparison = compare_arms(arms, treatment=["model"])
+    text = render_arms_markdown(comparison)
+    section = text.partition("## Throughput and memory")[2].partition("\n## ")[0]
+    words = "(18 % in other): these runs shared a machine or were disturbed, and no claim"
+    assert (words in section) is is_disturbed
+    assert ("shared a machine" in text) is is_disturbed
+    asked = compare_arms(arms, treatment=["model"], claims=["throughput"])
+    assert ("shared a machine" in " ".join(render_arms(asked).split())) is is_disturbed
+
+
+def test_intervals_of_few_documents_are_called_approximate(home: Path) -> None:
+    few, many = "for fewer than 30 documents", "drawn with replacement"
+    text = render_arms_markdown(both(home))
+    said = " ".join(render_arms(both(home)).split())
+    for one in (text, said):
+        assert "Of fewer than 30 documents it is approximate." in one
+    assert few in text
+    assert many not in text
+    assert few in document_method([12, 60], "x")
+    assert many in document_method([12, 60], "x")
+    assert few not in document_method([30, 60], "x")

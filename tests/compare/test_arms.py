@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,16 @@ from typing import Any
 
 import pytest
 from fake_arms import points_of_seed, shifts, write_arm, write_run
-from fake_runs import TOTAL, full_effective, full_record, full_spec
+from fake_runs import (
+    EVERY,
+    STEPS,
+    TOKENS_PER_STEP,
+    TOTAL,
+    full_effective,
+    full_record,
+    full_spec,
+)
+from scipy import stats
 
 from workbench.compare import compare_arms
 from workbench.errors import UserError
@@ -327,3 +337,57 @@ def test_machines_that_differ_within_an_arm_are_flagged(runs: Path, tmp_path: Pa
     assert results is not None
     assert results.numbers["tokens_per_s"].blank == "refused: hardware"
     assert results.numbers["held_out/nll"].seeds is not None
+
+
+def scored(folder: Path, step: int) -> dict[str, tuple[float, float]]:
+    """Document -> summed NLL and scored tokens of the held-out set, out of the file itself."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(folder / "evaluations" / f"step_{step:08d}.parquet") as file:
+        rows = file.read().to_pylist()
+    held_out = [row for row in rows if row["set"] == "held_out"]
+    return {row["document"]: (row["nll_sum"], row["tokens"]) for row in held_out}
+
+
+@pytest.mark.parametrize("step", [STEPS, EVERY])
+def test_at_a_point_every_number_is_that_of_the_point(tmp_path: Path, step: int) -> None:
+    """Means and test over seeds out of `metrics.csv`, and the interval over documents out of the
+    scores, by hand: of every document the mean over the seeds of each arm, its difference, and of
+    these the ratio of sums with the HC3 standard error."""
+    for name, seed, shift in (("a", 1, 0.0), ("a", 2, 0.01), ("b", 1, -0.02), ("b", 2, 0.005)):
+        noise = 10 * seed + (name == "b")  # so that documents differ by arm and by seed
+        write_arm(tmp_path, name, {seed: shift}, noise=noise, **(MHA if name == "b" else {}))
+    arms = {name: arm(tmp_path, name, (1, 2)) for name in ("a", "b")}
+    at = step * TOKENS_PER_STEP
+    (pair,) = compare_arms(arms, treatment=["model"], at=at).pairs
+    assert pair.results is not None
+    number = pair.results.numbers["held_out/nll"]
+    values = []
+    for folders in arms.values():
+        rows = [list(csv.DictReader((one / "metrics.csv").open())) for one in folders]
+        values.append(
+            [float(r["held_out/nll"]) for run in rows for r in run if r["step"] == f"{step}"]
+        )
+    assert [list(number.a), list(number.b)] == values
+    assert number.seeds is not None
+    paired = [b - a for a, b in zip(*values, strict=True)]
+    half = 12.7062 * abs(paired[0] - paired[1]) / 2  # t(0.975, 1); s / sqrt(2) of two is |d| / 2
+    mean = sum(paired) / 2
+    assert number.seeds.interval == pytest.approx((mean - half, mean + half), rel=1e-5)
+    assert pair.results.series["held_out/nll"].tokens[-1] == at
+
+    runs = {name: [scored(one, step) for one in folders] for name, folders in arms.items()}
+    documents = sorted(runs["a"][0])
+    tokens = [runs["a"][0][one][1] for one in documents]
+    change = [
+        sum(run[one][0] for run in runs["b"]) / 2 - sum(run[one][0] for run in runs["a"]) / 2
+        for one in documents
+    ]
+    whole, ratio = sum(tokens), sum(change) / sum(tokens)
+    rest = [(d - ratio * n) / (1 - n / whole) for d, n in zip(change, tokens, strict=True)]
+    error = math.sqrt(sum(one**2 for one in rest)) / whole
+    freedom = whole**2 / sum(n**2 for n in tokens) - 1
+    half = float(stats.t.ppf(0.975, freedom)) * error
+    assert number.documents is not None
+    assert number.documents.interval == pytest.approx((ratio - half, ratio + half), rel=1e-9)
+    assert ratio == pytest.approx(number.difference)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_arms import write_arm
 
-from workbench.compare import plots
+from workbench.compare import compare_arms, plots
+from workbench.compare.arm_figures import draw
+from workbench.compare.arm_report import render_arms_markdown
 from workbench.compare.difference_plots import Effect, Seeds, difference, effects, view_of
 
 HUGE = (-16.508, 16.241)
@@ -113,3 +117,44 @@ def test_what_is_written_beside_bars_stays_in_the_picture() -> None:
     width = figure.bbox.width
     for text in figure.axes[0].texts:
         assert text.get_window_extent().x1 <= width
+
+
+def test_a_report_on_arms_draws_the_pointwise_band_and_the_zero_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figure that the report shows, as matplotlib holds it when it is saved."""
+    for name, shifts in (("a", {1: 0.0, 2: 0.01, 3: -0.02}), ("b", {4: 0.0, 5: 0.03, 6: -0.03})):
+        write_arm(tmp_path, name, shifts)
+    arms = {name: sorted(tmp_path.glob(f"{name}-s*")) for name in ("a", "b")}
+    comparison = compare_arms(arms, treatment=["seed"])
+    saved: dict[str, Any] = {}
+
+    def keep(figure: Any, path: Path) -> tuple[int, int]:
+        saved[path.name] = figure
+        return 1, 1
+
+    monkeypatch.setattr(plots, "save", keep)
+    drawn = draw(comparison, tmp_path)
+    figure = saved["difference-0-0.png"]
+    results = comparison.pairs[0].results
+    assert results is not None
+    series = results.series["held_out/nll"]
+    assert labels(figure) == [
+        "no difference",
+        "difference",
+        "95 % interval over 3 seeds, pointwise",
+    ]
+    assert len(figure.axes) == 2  # over training, and the last point
+    for axes in figure.axes:
+        zeros = [line for line in axes.lines if line.get_label() == "no difference"]
+        assert [list(line.get_ydata()) for line in zeros] == [[0, 0]]
+        assert all(line.get_visible() and line.get_linewidth() >= 1 for line in zeros)
+        low, high = axes.get_ylim()
+        assert low < 0 < high
+    (band,) = figure.axes[0].collections[:1]
+    corners = {(float(x), float(y)) for x, y in band.get_paths()[0].vertices}
+    assert np.isnan(series.interval[0]).all()  # before training all seeds are alike
+    for tokens, ends in list(zip(series.tokens, series.interval.tolist(), strict=True))[1:]:
+        assert {(float(tokens), end) for end in ends} <= corners
+    assert "the verdict is of the last point" in drawn["answer:b"].figures[0].caption
+    assert "95 % over seeds, pointwise" in render_arms_markdown(comparison)

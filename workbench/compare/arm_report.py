@@ -13,6 +13,7 @@ from workbench.compare import arm_sections, markdown, page, sections
 from workbench.compare.arm_figures import draw
 from workbench.compare.arm_sentences import (
     difference_sentence,
+    disturbed,
     documents_sentence,
     power_sentence,
     selection,
@@ -41,9 +42,7 @@ from workbench.compare.report_folder import (
     safe,
     write_texts,
 )
-from workbench.compare.results import BOOTSTRAP_SEED
-from workbench.compare.sentences import how_judged, verdicts
-from workbench.compare.stats import DRAWS
+from workbench.compare.sentences import document_method, how_judged, verdicts
 from workbench.compare.words import why
 from workbench.track.record import strict
 
@@ -94,7 +93,7 @@ def compose(
             blocks.append(Heading(f"{pair.b.name} against {pair.a.name}"))
         blocks += _pair(pair, figures, differences)
     blocks += _shown(figures, "Curves", "curves")
-    blocks += _shown(figures, "Throughput and memory", "cost")
+    blocks += _cost(comparison, figures)
     blocks += _shown(figures, "Routes to the experts", "routes")
     blocks += [Heading("What was chosen"), bullets(selection(comparison))]
     for pair in comparison.pairs:
@@ -125,6 +124,8 @@ def _pair(
         yield paragraph(Strong("The number asked for was not measured in all runs at this point."))
     for name in pair.deciding:
         said = [difference_sentence(pair, name), documents_sentence(pair, name)]
+        if name == "tokens_per_s":
+            said.append(disturbed((pair.a, pair.b)))
         said.append(power_sentence(pair, name))
         said += [power_sentence(pair, name, one) for one in differences]
         yield paragraph(Strong(verdict_sentence(pair, name)), " " + " ".join(filter(None, said)))
@@ -144,6 +145,15 @@ def _shown(figures: Mapping[str, Figures], heading: str, place: str) -> list[Blo
     return [*([Heading(heading)] if heading else []), figures[place]]
 
 
+def _cost(comparison: ArmsComparison, figures: Mapping[str, Figures]) -> list[Block]:
+    """The figures of speed and memory, under what forbids to read speed out of them."""
+    shown = [pair for pair in comparison.pairs if pair.results is not None]
+    said = disturbed(comparison.arms) if shown else ""
+    heading = "Throughput and memory"
+    drawn = _shown(figures, heading, "cost") or ([Heading(heading)] if said else [])
+    return [*drawn[:1], *([paragraph(Strong(said))] if said else []), *drawn[1:]]
+
+
 def _title_block(comparison: ArmsComparison, today: datetime) -> Iterator[tuple[str, Words]]:
     judgement = comparison.pairs[0].judgement
     for arm in (comparison.baseline, *comparison.others):
@@ -161,15 +171,15 @@ def _how(pair: ArmPair) -> Iterator[Block]:
         f"Over seeds: t intervals, {design}. They cover the luck of initial weights and of order,"
         " at this budget, on these documents."
     )
+    counts = [one.documents.n for one in pair.results.numbers.values() if one.documents]
+    together = "both arms together, each the mean of its seeds"
     over_documents = (
-        f"Over documents: whole documents drawn with replacement ({DRAWS:,} draws, generator seed"
-        f" {BOOTSTRAP_SEED}), both arms together, each the mean of its seeds, weighted by their"
-        " tokens. They cover which documents were drawn, for these trained models alone."
+        f"{document_method(counts, together)} They cover which documents were"
+        " drawn, for these trained models alone."
     )
     neither = "Neither covers other text, another budget, or how well an arm was tuned."
     tested = any(one.seeds for one in pair.results.numbers.values())
-    drawn = any(one.documents for one in pair.results.numbers.values())
-    said = [over_seeds] * tested + [over_documents] * drawn
+    said = [over_seeds] * tested + [over_documents] * bool(counts)
     if said:
         yield paragraph(" ".join([*said, neither]))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from shlex import quote
 
-from workbench.compare.arm_results import ArmNumber, Values
+from workbench.compare.arm_results import ArmNumber
 from workbench.compare.arm_sentences import digits_of, document_digits
 from workbench.compare.arms import Arm, ArmPair, ArmsComparison
 from workbench.compare.commands import options, run_words
@@ -20,7 +20,7 @@ from workbench.compare.document import (
     paragraph,
     table,
 )
-from workbench.compare.numbers import write, write_interval
+from workbench.compare.numbers import decimals_more, write, write_interval
 from workbench.compare.sections import description
 from workbench.compare.words import show
 
@@ -166,28 +166,23 @@ def _runs(arm: Arm, between: str) -> str:
 
 def _written(name: str, number: ArmNumber) -> Iterator[str]:
     digits = digits_of(number)
-    for mean, spread, values in (
-        (number.mean_a, number.spreads[0], number.a),
-        (number.mean_b, number.spreads[1], number.b),
-    ):
-        yield _mean(name, mean, spread, values, digits)
     size = max((abs(v) for v in (*number.a, *number.b) if v is not None), default=0.0)
-    yield write(name, number.difference, digits, size=size, sign=True)
+    for mean, spread in ((number.mean_a, number.spreads[0]), (number.mean_b, number.spreads[1])):
+        said = write(name, mean, digits, size=size)
+        beside = (
+            f" ± {write(name, spread, digits, size=size)}" if spread and mean is not None else ""
+        )
+        yield f"{said}{beside}"
+    more = 0
+    if number.mean_a is not None and number.mean_b is not None:
+        more = decimals_more(name, number.mean_a, number.mean_b, digits, size)
+    yield write(name, number.difference, digits, size=size, sign=True, more=more)
     test = number.seeds
     if test is None:
         yield "-"
         return
-    low, high = (write(name, end, digits, size=size, sign=True) for end in test.interval)
+    low, high = (write(name, end, digits, size=size, sign=True, more=more) for end in test.interval)
     yield f"[{low}, {high}]"
-
-
-def _mean(name: str, mean: float | None, spread: float | None, values: Values, digits: int) -> str:
-    size = max((abs(value) for value in values if value is not None), default=0.0)
-    said = write(name, mean, digits, size=size)
-    if not spread or mean is None:
-        return said
-    short = number_like(name)
-    return f"{said} ± {f'{spread:.2g}' if short else write(name, spread, digits, size=size)}"
 
 
 def _note(number: ArmNumber) -> str:
@@ -207,9 +202,5 @@ def _note(number: ArmNumber) -> str:
 def _change(name: str, a: float | None, b: float | None, digits: int) -> str:
     if a is None or b is None:
         return "-"
-    return write(name, b - a, digits, sign=True)
-
-
-def number_like(name: str) -> bool:
-    """Whether a number is written plainly, and not in units of its own."""
-    return name not in ("tokens", "tokens_per_s", "peak_memory_bytes") and "/total" not in name
+    more = decimals_more(name, a, b, digits, 0.0)
+    return write(name, b - a, digits, sign=True, more=more)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator
 
 from workbench.compare.arm_results import ArmNumber
 from workbench.compare.arms import Arm, ArmPair, ArmsComparison
 from workbench.compare.numbers import write, write_interval
 from workbench.compare.power import power_from
 from workbench.compare.seeds import SeedTest
+from workbench.compare.sentences import FEW_DOCUMENTS
+from workbench.compare.stats import FEW
+
+_STEADY = 0.1  # of its mean: the spread of throughput over seeds that a machine left alone has
 
 
 def title(comparison: ArmsComparison) -> str:
@@ -26,14 +31,13 @@ def title(comparison: ArmsComparison) -> str:
 
 
 def digits_of(number: ArmNumber) -> int:
-    """Decimals that show two digits of the half width of the interval, or of the seed spread."""
-    widths = []
+    """Decimals that show two digits of the half width of the interval and of either seed spread,
+    so that means, spreads, difference and interval all end at one digit."""
+    widths = [spread for spread in number.spreads if spread]
     if number.seeds is not None:
         widths.append((number.seeds.interval[1] - number.seeds.interval[0]) / 2)
-    elif number.documents is not None:
+    elif number.documents is not None and not widths:
         widths.append((number.documents.interval[1] - number.documents.interval[0]) / 2)
-    else:
-        widths += [spread for spread in number.spreads if spread]
     return _digits(widths)
 
 
@@ -49,6 +53,27 @@ def _digits(widths: list[float]) -> int:
     if not known:
         return 4
     return min(6, max(0, 1 - math.floor(math.log10(min(known)))))
+
+
+def disturbed(arms: Iterable[Arm]) -> str:
+    """That no claim on speed is to be taken from arms whose throughput varies by more than a tenth
+    over their seeds, which their specs do not explain; empty where none does."""
+    found: dict[str, float] = {}
+    for arm in arms:
+        speeds = [side.record.results.tokens_per_s for side in arm.runs]
+        known = [one for one in speeds if one is not None and math.isfinite(one)]
+        if len(known) == len(speeds) > 1 and (mean := math.fsum(known) / len(known)) > 0:
+            share = statistics.stdev(known) / mean
+            if share > _STEADY:
+                found[arm.name] = share
+    if not found:
+        return ""
+    listed = ", ".join(f"{100 * share:.0f} % in {name}" for name, share in found.items())
+    return (
+        f"Throughput varies over the seeds by more than {100 * _STEADY:.0f} % of its mean"
+        f" ({listed}): these runs shared a machine or were disturbed, and no claim on throughput is"
+        " to be taken from them."
+    )
 
 
 def verdict_sentence(pair: ArmPair, name: str) -> str:
@@ -106,6 +131,8 @@ def documents_sentence(pair: ArmPair, name: str) -> str:
         f"Over {number.documents.n:,} documents, these trained models held fixed, the"
         f" {_level(number.level)} interval is {interval}."
     )
+    if number.documents.n < FEW:
+        said += f" {FEW_DOCUMENTS}"
     if number.seeds is None:
         turn = "" if _is_same(number) else ", which may turn the sign"
         return f"{said} It says nothing about another seed{turn}."
@@ -118,7 +145,8 @@ def power_sentence(pair: ArmPair, name: str, difference: float | None = None) ->
     number = pair.results.numbers[name]
     if number.seeds is None:
         return ""
-    return power_from(number.seeds, difference).sentence(number.unit, digits_of(number))
+    power = power_from(number.seeds, difference)
+    return power.sentence(number.unit, digits_of(number), asked=difference is not None)
 
 
 def signs(test: SeedTest) -> str:

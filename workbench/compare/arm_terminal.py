@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from workbench.compare.arm_sentences import (
     difference_sentence,
+    disturbed,
     documents_sentence,
     power_sentence,
     selection,
@@ -83,6 +84,8 @@ def _pair(
     lines += rule_lines(pair.judgement, color)
     for name in pair.deciding:
         said = [verdict_sentence(pair, name), difference_sentence(pair, name)]
+        if name == "tokens_per_s":
+            said.append(disturbed((pair.a, pair.b)))
         if power:
             said += [power_sentence(pair, name, one) for one in (differences or (None,))]
         lines += ["", *wrapped(" ".join(filter(None, said)))]

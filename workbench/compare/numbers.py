@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 
 from workbench.compare.results import Number
 from workbench.track.record import strict
@@ -32,9 +33,16 @@ def written(name: str, number: Number, nll: Number | None = None) -> tuple[str, 
 
 
 def write(
-    name: str, value: float | None, digits: int = 4, *, size: float = 0.0, sign: bool = False
+    name: str,
+    value: float | None,
+    digits: int = 4,
+    *,
+    size: float = 0.0,
+    sign: bool = False,
+    more: int = 0,
 ) -> str:
-    """One value of the number `name`; `size` is that of the values it stands beside."""
+    """One value of the number `name`; `size` is that of the values it stands beside, `more` the
+    decimals beyond those that it would have."""
     if value is None:
         return "-"
     plus = "+" if sign else ""
@@ -43,12 +51,24 @@ def write(
     if name in _COUNTS:
         return _unsigned_zero(f"{round(value):{plus},}")
     if name == "peak_memory_bytes":
-        return _unsigned_zero(f"{value / 1e9:{plus}.2f} GB")
+        return _unsigned_zero(f"{value / 1e9:{plus}.{2 + more}f} GB")
     if name == "tokens_per_s":
-        return _unsigned_zero(f"{value:{plus},.{0 if size >= 100 else 2}f}")
+        return _unsigned_zero(f"{value:{plus},.{(0 if size >= 100 else 2) + more}f}")
     if name.endswith("/perplexity"):
-        return _unsigned_zero(f"{value:{plus},.{min(digits, 2 if size < 1000 else 0)}f}")
-    return _unsigned_zero(f"{value:{plus}.{digits}f}")
+        return _unsigned_zero(f"{value:{plus},.{min(digits, 2 if size < 1000 else 0) + more}f}")
+    return _unsigned_zero(f"{value:{plus}.{digits + more}f}")
+
+
+def decimals_more(name: str, a: float, b: float, digits: int, size: float) -> int:
+    """1 where b - a as it is written is not the difference of both as they are written (231.4 and
+    235.6 are 231 and 236, and 4.2 apart), so that it needs a decimal of its own; else 0."""
+    if not all(map(math.isfinite, (a, b, b - a))) or name in _COUNTS:
+        return 0
+    first, second, between = (
+        Decimal(write(name, one, digits, size=size).removesuffix(" GB").replace(",", ""))
+        for one in (a, b, b - a)
+    )
+    return int(second - first != between)
 
 
 def write_interval(interval: tuple[float, float], digits: int = 4) -> str:

@@ -33,13 +33,15 @@ class Power:
     now: float | None
     needed: int | None
 
-    def sentence(self, unit: str, digits: int) -> str:
-        """Both answers in words."""
-        seeds = f"more than {MOST_SEEDS:,}" if self.needed is None else f"about {self.needed:,}"
+    def sentence(self, unit: str, digits: int, asked: bool = False) -> str:
+        """Both answers in words; a difference that was asked for is written as it was given."""
+        sought = abs(self.difference)
+        written = f"{sought:.6g}" if asked else f"{sought:.{digits}f}"
+        seeds = seeds_written(self.needed)
         return (
             f"With {self.n} seeds an arm and this spread ({self.spread:.2g} {unit}) the smallest"
             f" difference found with {POWER:.0%} power is {self.smallest:.{digits}f} {unit}; one of"
-            f" {abs(self.difference):.{digits}f} takes {seeds} seeds an arm."
+            f" {written} takes {seeds} seeds an arm."
         ).replace("%", " %")
 
     def to_json(self) -> dict[str, Any]:
@@ -53,6 +55,15 @@ class Power:
             "power_now": self.now,
             "seeds_needed": self.needed,
         }
+
+
+def seeds_written(needed: int | None) -> str:
+    """So many seeds in words, rounded up to two digits: the spread that they come from is known to
+    no more."""
+    if needed is None:
+        return f"more than {MOST_SEEDS:,}"
+    unit = 10 ** max(0, len(str(needed)) - 2)
+    return f"about {-(-needed // unit) * unit:,}"
 
 
 def power_from(test: SeedTest, difference: float | None = None) -> Power:

@@ -20,7 +20,7 @@ from workbench.compare.numbers import written
 from workbench.compare.pair import Comparison, refusing
 from workbench.compare.results import BOOTSTRAP_SEED, Number
 from workbench.compare.rules import Judgement
-from workbench.compare.stats import DRAWS
+from workbench.compare.stats import DRAWS, FEW
 from workbench.spec.checklist import CLAIMS, Claim
 
 _MAIN: dict[Claim, tuple[str, ...]] = {
@@ -34,6 +34,7 @@ ONE_SEED = (
     "One seed per arm says nothing about seed noise: another seed of the same two specs may turn"
     " the sign, so no winner is named."
 )
+FEW_DOCUMENTS = f"Of fewer than {FEW} documents it is approximate."
 ONE_RUN = "One run per arm says nothing about the spread between runs, so no winner is named."
 
 
@@ -129,9 +130,9 @@ def interval_sentence(comparison: Comparison) -> str:
     name, number = found
     if number.documents is None:
         return f"There is no interval over documents: {number.no_interval}."
-    units = "documents"
-    interval = written(name, number)[3]
-    return f"95 % interval over {number.documents.n:,} {units}, these two runs alone: {interval}."
+    n, interval = number.documents.n, written(name, number)[3]
+    few = f" {FEW_DOCUMENTS}" if n < FEW else ""
+    return f"95 % interval over {n:,} documents, these two runs alone: {interval}.{few}"
 
 
 def noise_sentence(comparison: Comparison) -> str:
@@ -179,17 +180,38 @@ def headline(comparison: Comparison) -> list[Block]:
     ]
 
 
+def document_method(counts: Iterable[int], together: str) -> str:
+    """How the intervals over sets of so many documents are made, in one sentence.
+
+    Args:
+        together: what the two sides are at every document.
+    """
+    counts, said = list(counts), []
+    if any(n >= FEW for n in counts):
+        said.append(
+            f"whole documents drawn with replacement ({DRAWS:,} draws at the point compared,"
+            f" generator seed {BOOTSTRAP_SEED}; bootstrap t)"
+        )
+    if any(n < FEW for n in counts):
+        said.append(
+            f"for fewer than {FEW} documents, of which nothing is drawn, a t interval (HC3 standard"
+            " error, effective number of documents less one as degrees of freedom), which is"
+            " approximate"
+        )
+    return f"Over documents ({together}, weighted by their tokens): {'; '.join(said)}."
+
+
 def statement(comparison: Comparison) -> list[Block]:
     """How the intervals were made, and what they do not cover."""
     numbers = comparison.results.numbers if comparison.results else {}
-    if not any(number.documents for number in numbers.values()):
+    counts = [number.documents.n for number in numbers.values() if number.documents]
+    if not counts:
         return []
     return [
         paragraph(
-            f"The intervals draw whole documents with replacement ({DRAWS:,} draws at the point"
-            " compared), both runs together, weighted by their tokens; the generator's seed is"
-            f" {BOOTSTRAP_SEED}. They say how far the difference depends on which documents were"
-            " drawn, for these two trained models. They do not cover the seed (initial weights and"
-            " order), other text, another budget, or how well either arm was tuned."
+            f"{document_method(counts, 'both runs together')} These intervals say how far the"
+            " difference depends on which documents were drawn, for these two trained models. They"
+            " do not cover the seed (initial weights and order), other text, another budget, or how"
+            " well either arm was tuned."
         )
     ]
