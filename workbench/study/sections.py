@@ -21,6 +21,7 @@ from workbench.compare.document import (
     table,
 )
 from workbench.compare.numbers import write, write_interval
+from workbench.compare.power import seeds_written
 from workbench.compare.seeds import POWER, detectable, seeds_needed
 from workbench.study.outcome import Decision, StudyResult
 
@@ -96,7 +97,7 @@ def _sureness(outcome: StudyResult) -> str:
         f" {least:.2g} {unit} or more to be found with {100 * POWER:.0f} % power"
     )
     needed = seeds_needed(largest, test.spread, test.design, test.level)
-    more = "more than 10,000" if needed is None else f"about {needed:,}"
+    more = seeds_written(needed)
     return f"{said}; to find the one seen takes {more} seeds an arm."
 
 
@@ -172,8 +173,9 @@ def _legend(
         " (Bonferroni); p: of the t test, adjusted by Holm's method. These cover another seed."
     )
     yield (
-        "over documents: a bootstrap of whole documents with the trained models held fixed, of the"
-        " same level. It does not cover another seed, other text or another budget."
+        "over documents: a bootstrap of whole documents (of fewer than 30 a t interval, which is"
+        " approximate) with the trained models held fixed, of the same level. It does not cover"
+        " another seed, other text or another budget."
     )
 
 
