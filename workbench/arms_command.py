@@ -74,6 +74,7 @@ def compare_groups(
     """
     from workbench.compare import compare_arms, render_rest, render_verdict, write_arms_report
     from workbench.publish import publish
+    from workbench.track.tuning import tuning_runs
 
     entries = store.list_runs()
     arms = _arms(request, store, entries)
@@ -150,23 +151,6 @@ def of_studies(entries: Sequence[RunEntry]) -> list[str]:
             said = f"the study {record.study[0]} planned the seeds {seeds}; this is of one alone"
             found[f"{said}: wb study report {record.study[0]}"] = None
     return list(found)
-
-
-def tuning_runs(
-    arm: Sequence[RunEntry], compared: Sequence[RunEntry], entries: Sequence[RunEntry]
-) -> int:
-    """How many other runs of the store have the experiment and the model of one of the arm's."""
-    mine = [_tuned(entry) for entry in arm]
-    used = {entry.folder for entry in compared}
-    return sum(
-        1 for one in entries if one.folder not in used and one.record and _tuned(one) in mine
-    )
-
-
-def _tuned(entry: RunEntry) -> tuple[Any, Any]:
-    assert entry.record
-    spec = entry.record.spec
-    return (spec.get("tracking") or {}).get("experiment"), spec.get("model")
 
 
 def _arms(

@@ -289,8 +289,8 @@ def compare_arms(
             record, metrics and scores are damaged or contradict one another.
         StoreError: the store cannot be read.
     """
-    from workbench.arms_command import tuning_runs
     from workbench.compare import compare_arms as compare
+    from workbench.track.tuning import tuning_runs
 
     where = _store(store)
     found = {name: [load_run(run, store=where) for run in runs] for name, runs in arms.items()}

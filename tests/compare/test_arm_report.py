@@ -18,7 +18,7 @@ from fake_runs import STEPS, changed_table, full_spec
 from pyarrow import parquet
 from pydantic import ValidationError
 
-from workbench.arms_command import ArmsRequest, single_pair, tuning_runs, with_several
+from workbench.arms_command import ArmsRequest, single_pair, with_several
 from workbench.commands import call
 from workbench.compare import compare_arms, render_arms, write_arms_report
 from workbench.compare.arm_figures import draw
@@ -26,9 +26,11 @@ from workbench.compare.arm_report import render_arms_markdown
 from workbench.compare.arm_tidy import figures_json, tidy_arms_csv
 from workbench.compare.numbers import decimals_more, write
 from workbench.compare.power import seeds_written
+from workbench.compare.sections import _pair
 from workbench.compare.sentences import document_method
 from workbench.errors import UserError
 from workbench.track.store import Store
+from workbench.track.tuning import tuning_runs
 
 SEEDS = (1, 2)
 MHA: dict[str, Any] = {"model": {"attention_type": "mha"}}
@@ -310,6 +312,21 @@ def test_single_runs_and_arms_are_two_ways() -> None:
 def code_of(*arguments: str) -> int:
     answer = call(arguments)
     return answer if isinstance(answer, int) else answer.exit_code
+
+
+def test_a_checklist_cuts_no_seed_off(home: Path) -> None:
+    for seeds, shown in (
+        (list(range(1, 13)), "1 to 12"),
+        ([42, 43], "42, 43"),
+        ([42, 7, 1337, 20261], "4 values"),
+    ):
+        short, other = _pair(seeds, [7], 15)
+        assert (short.short, other.short) == (shown, "7")
+    assert _pair([42, 7, 1337, 20261], [7], 15)[0].whole == "42, 7, 1337, 20261"
+    text = render_arms_markdown(both(home, "mha"))
+    (row,) = [line for line in text.splitlines() if line.startswith("| seeds ")]
+    assert [cell.strip() for cell in row.split("|")[4:7]] == ["seed", "1, 2", "1, 2"]
+    assert "evaluation.held_out.sha256 " in text
 
 
 def test_the_command_line(

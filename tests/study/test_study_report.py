@@ -7,9 +7,11 @@ import errno
 import io
 import json
 import math
+import re
 import shutil
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from workbench.answers import Answer
 from workbench.compare import markdown
 from workbench.compare.document import Code
 from workbench.errors import StoreError, UserError
-from workbench.study.grounds import _by_value, provenance
-from workbench.study.ledger import Ledger
+from workbench.study import sections
+from workbench.study.grounds import _by_value, provenance, wall_time
+from workbench.study.ledger import Event, Ledger
 from workbench.study.outcome import StudyResult, outcome_of
 from workbench.study.places import portable, seen_from
 from workbench.study.plan import FrozenPlan, folder_of, read_plan, version_of, write_plan
@@ -151,6 +154,108 @@ def test_the_report_is_whole_and_says_what_a_newcomer_asks(made: Made) -> None:
     assert "http://" not in html
     assert "https://" not in html
     assert "<script" not in html
+
+
+def test_numbers_have_as_many_digits_as_their_uncertainty_allows(made: Made) -> None:
+    """Two digits of the interval over seeds or of the spread, and each number in one way alone."""
+    found = result(made)
+    number = found.decisions[0].number
+    assert number is not None
+    assert number.seeds is not None
+    text = (written(made, found) / "report.md").read_text().replace("\\", "")
+    half = (number.seeds.interval[1] - number.seeds.interval[0]) / 2
+    (row,) = [line for line in text.splitlines() if line.startswith("| dense") and "told" in line]
+    mean, change, interval = (cell.strip() for cell in row.split("|")[2:5])
+    for written_as, uncertainty in (
+        (change, half),
+        *((end, half) for end in interval.strip("[]").split(", ")),
+        *((part, statistics.stdev(values(made[1], "dense"))) for part in mean.split(" ± ")),
+    ):
+        decimals = len(written_as.partition(".")[2])
+        assert 10 <= uncertainty * 10**decimals < 100 or (decimals, uncertainty > 10) == (0, True)
+    assert text.count(mean) == 2  # among the arms, and among all numbers
+    (end,) = re.findall(r"dense from [\d.]+ to ([\d.]+\d)\.?[;\]]", text)  # of the curves' picture
+    assert end == mean.partition(" ")[0]
+    assert f" {interval}" in text.partition("![")[0]
+
+
+def test_a_study_says_what_was_held_out_and_what_was_chosen(made: Made) -> None:
+    text = (written(made) / "report.md").read_text()
+    chosen = text.partition("## What was chosen")[2].partition("## ")[0]
+    assert "Checkpoint: last of every run." in chosen
+    assert "Other runs in the store, same experiment and same model: routed 0, dense 0." in chosen
+    held_out = text.partition("## Held out")[2].partition("## ")[0]
+    facts = read_record(made[1].runs / "small-dense-s1").effective.evaluation["held_out"]
+    assert f"| all | held_out    | {facts.status} " in held_out
+    assert isinstance(facts.overlap, dict)
+    assert f"{facts.overlap['overlapping_documents']} of {facts.documents}" in held_out
+    copy = made[1].runs / "tuned"
+    shutil.copytree(made[1].runs / "small-dense-s1", copy)
+    changed = {"id": "e" * 32, "name": "tuned", "study": None}
+    write_record(read_record(copy).model_copy(update=changed), copy)
+    again = markdown.render(sections.chosen(result(made)))
+    assert "same model: routed 0, dense 1. Unequal numbers" in again
+    record = read_record(made[1].runs / "small-dense-s2")
+    record.effective.evaluation["held_out"].documents = 1
+    apart = replace(result(made))
+    assert apart.comparison is not None
+    object.__setattr__(apart.comparison.arms[1].runs[1], "record", record)
+    said = markdown.render(sections.held_out(apart))
+    assert "| routed, dense |" in said
+    assert "| dense " in said
+
+
+def test_the_first_paragraph_says_what_the_study_cannot_answer(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seeds whose interval is wider than all that a loss can be, and an effect on an effect."""
+    found = result(made)
+    first = written(made, found).joinpath("report.md").read_text().partition("![")[0]
+    assert "cannot answer" not in first
+    assert "interaction" not in first
+    assert "dense against routed, with 2 seeds an arm" in first
+    (decision,) = found.decisions
+    assert decision.number is not None
+    assert decision.number.seeds is not None
+    test = replace(decision.number.seeds, interval=(-16.5, 16.2), spread=1.3)
+    wide = replace(decision, number=replace(decision.number, seeds=test))
+    said = sections.answer(replace(found, decisions=(wide,)))
+    vocabulary = found.compared[0].entry.record.effective.tokenizer.vocab_size  # type: ignore[union-attr]
+    assert "2 seeds cannot answer this: the interval is wider" in markdown.render(said)
+    assert f"than the {math.log(vocabulary or 0):.1f} nats/token" in markdown.render(said)
+    crossed = {
+        f"{one}-{two}": {"model.attention_type": one, "model.mlp_type": two}
+        for one in ("mha", "gqa")
+        for two in ("dense", "routed")
+    }
+    monkeypatch.setitem(found.status.plan.latest.document, "arms", crossed)
+    monkeypatch.setattr(StudyResult, "arms", tuple(crossed))
+    words = markdown.render(sections.answer(found))
+    assert "Whether what model.mlp_type does depends on model.attention_type" in words
+
+
+def test_the_report_says_how_long_the_study_took() -> None:
+    times = ["00:00:00", "00:00:10", "00:05:00", "09:00:00", "09:01:00", "12:00:00"]
+    kinds: list[Any] = ["began", "started", "interrupted", "began", "over", "removed"]
+    events = [
+        Event(when=f"2026-01-31T{time}+00:00", kind=kind)
+        for time, kind in zip(times, kinds, strict=True)
+    ]
+    assert wall_time(events) == ", in 6 min 0 s of wall time"
+    assert wall_time(events[:1]) == ""
+    assert wall_time([Event(when="?", kind="began")]) == ""
+
+
+def test_the_events_of_long_names_are_whole(made: Made) -> None:
+    ledger = Ledger(folder_of("small", made[1]))
+    run = f"small-{'routed-and-wide-' * 2}s42"
+    ledger.add("ended", run, id="x", status="FAILED", exit_code=2, detail="what it said " * 9)
+    text = (written(made) / "report.md").read_text()
+    events = text.partition("events</summary>")[2].partition("</details>")[0]
+    (row,) = [line for line in events.splitlines() if "what it said" in line]
+    when, name = (cell.strip() for cell in row.split("|")[1:3])
+    assert name == "routed-and…nd-wide-s42"
+    assert when == ledger.events[-1].when.partition("+")[0].replace("T", " ")
 
 
 def test_the_numbers_as_data(made: Made) -> None:

@@ -203,8 +203,10 @@ def _documents(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> 
         means.weight,
         number.documents.interval if number.documents else None,
         axis=plots.AXES[score],
-        title=f"{_titled(name)}, by document",
+        title=f"{_titled(name)}, by document\n"
+        f"{plots.short(pair.b.name, 22)} - {plots.short(pair.a.name, 22)}",
         level=f"{100 * number.level:.4g} %",
+        names=(plots.short(pair.a.name, 22), plots.short(pair.b.name, 22)),
     )
     change = b - a
     lower, higher = int((change < 0).sum()), int((change > 0).sum())
@@ -213,7 +215,7 @@ def _documents(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> 
         f" mean over seeds, and {higher:,} more; the differences reach from {change.min():+.3g} to"
         f" {change.max():+.3g} {number.unit}."
     )
-    caption = f"Each document, mean over the seeds (A {pair.a.name}, B {pair.b.name})."
+    caption = f"Each document, mean over the seeds: {pair.b.name} - {pair.a.name}."
     file = f"documents-{index}.png"
     return [Figure(file, alt, caption, plots.save(figure, folder / file))]
 

@@ -50,9 +50,14 @@ def document_digits(number: ArmNumber) -> int:
 
 def _digits(widths: list[float]) -> int:
     known = [width for width in widths if math.isfinite(width) and width > 0]
-    if not known:
+    return decimals_of(min(known, default=0.0))
+
+
+def decimals_of(uncertainty: float) -> int:
+    """Decimals that show two digits of an uncertainty; four where there is none."""
+    if not (math.isfinite(uncertainty) and uncertainty > 0):
         return 4
-    return min(6, max(0, 1 - math.floor(math.log10(min(known)))))
+    return min(6, max(0, 1 - math.floor(math.log10(uncertainty))))
 
 
 def disturbed(arms: Iterable[Arm]) -> str:

@@ -97,8 +97,13 @@ def documents(
     axis: str,
     title: str,
     level: str = "95 %",
+    names: tuple[str, str] | None = None,
 ) -> Any:
-    """One circle for each document, its area by its length: what it costs A, and what B adds."""
+    """One circle for each document, its area by its length: what it costs A, and what B adds.
+
+    Args:
+        names: of the two, where the report calls them by their names and not A and B.
+    """
     figure = figure_of(HALF)
     axes = figure.add_subplot()
     axes.axhline(0, color=GREY, linewidth=1.2, linestyle=(0, (6, 3)), label="no difference")
@@ -110,8 +115,8 @@ def documents(
     area = 12 + 140 * weight / weight.max()
     look = {"facecolors": "#0072B255", "edgecolors": "black", "linewidths": 0.6}
     axes.scatter(a, b - a, s=area, label="one document", **look)
-    axes.set_xlabel(f"A, {axis}")
-    axes.set_ylabel(f"B - A, {axis}")
+    axes.set_xlabel(f"{names[0] if names else 'A'}, {axis}")
+    axes.set_ylabel(f"{'difference' if names else 'B - A'}, {axis}")
     axes.set_title(title, loc="left")
     tidy(axes, tokens=False)
     axes.locator_params(axis="x", nbins=6)

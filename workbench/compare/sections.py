@@ -284,8 +284,20 @@ def _outcome(ruling: Ruling) -> Cell:
 
 def _pair(a: Any, b: Any, width: int) -> tuple[Brief, Brief]:
     """Two values, in short so that their difference can be seen in `width` characters."""
+    if isinstance(a, list) and isinstance(b, list):  # the seeds of two arms: none is cut off
+        return _listed(a, width), _listed(b, width)
     short, whole = show_pair(a, b, width), show_pair(a, b, _LONGEST_VALUE)
     return Brief(short[0], whole[0]), Brief(short[1], whole[1])
+
+
+def _listed(values: list[Any], width: int) -> Brief:
+    """A list whole, as "1 to 6" where that says the same, or as how many there are."""
+    whole = ", ".join(map(str, values))
+    if len(values) > 2 and all(type(one) is int for one in values):
+        first, last = values[0], values[-1]
+        if values == list(range(first, last + 1)):
+            whole = f"{first} to {last}"
+    return Brief(whole if len(whole) <= width else f"{len(values)} values", whole)
 
 
 def _representative(ruling: Ruling) -> Leaf | None:

@@ -14,7 +14,7 @@ from workbench.compare.arms import Arm, ArmPair
 from workbench.compare.document import Figure, Figures
 from workbench.compare.numbers import write, write_interval
 from workbench.study.outcome import StudyResult
-from workbench.study.sections import shared_digits
+from workbench.study.sections import difference_digits, mean_digits
 
 _PANEL = (4.6, 4.3)  # inches
 
@@ -56,12 +56,12 @@ def _answer(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
     """The difference of every arm from the baseline at the point that decides."""
     rows = []
     contrasts = False
-    digits = shared_digits(outcome)
     for pair in pairs:
         assert pair.results is not None
         number = pair.results.numbers.get(outcome.metric)
         if number is None or number.difference is None:
             continue
+        digits = difference_digits(number)
         paired = pair.seeds.design == "paired"
         each = [
             b - a
@@ -123,6 +123,7 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
     metric = outcome.metric
     found: list[Figure] = []
     lines: list[plots.Curve] = []
+    digits_by_arm: dict[str, int] = {}
     drawn: set[str] = set()
     for pair in pairs:
         assert pair.results is not None
@@ -134,6 +135,7 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
             if name in drawn:
                 continue
             drawn.add(name)
+            digits_by_arm[name] = mean_digits(values[-1].tolist())
             label = chr(ord("A") + len(lines))
             # Untrained models are all alike, and far above: they would flatten the rest.
             kept = [at for at, count in enumerate(series.tokens) if count > 0]
@@ -146,7 +148,9 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
     axis, titled = plots.AXES.get(score, metric), plots.TITLES.get(name, name)
     figure = plots.curves(lines, axis=axis, title=titled)
     ends = "; ".join(
-        f"{line.name} from {line.values[0]:.3f} to {line.values[-1]:.3f}" for line in lines
+        f"{line.name} from {line.values[0]:.{digits_by_arm[line.name]}f}"
+        f" to {line.values[-1]:.{digits_by_arm[line.name]}f}"
+        for line in lines
     )
     found.append(
         Figure(
@@ -156,13 +160,13 @@ def _curves(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list[Fi
             plots.save(figure, folder / "curves.png"),
         )
     )
-    digits = shared_digits(outcome)
     for index, pair in enumerate(pairs):
         assert pair.results is not None
         series = pair.results.series.get(metric)
         if series is None or not series.tokens:
             continue
         known = [at for at, tokens in enumerate(series.tokens) if tokens > 0]
+        digits = difference_digits(pair.results.numbers[metric])
         intervals: list[plots.Interval | None] = [
             (float(low), float(high)) if np.isfinite([low, high]).all() else None
             for low, high in series.interval[known]
@@ -220,7 +224,8 @@ def _documents(outcome: StudyResult, pairs: list[ArmPair], folder: Path) -> list
             weight,
             number.documents.interval if number.documents else None,
             axis=plots.AXES.get(score, outcome.metric),
-            title=f"A: {plots.short(pair.a.name, 18)}, B: {plots.short(pair.b.name, 18)}",
+            title=f"{_short(pair.b)} - {_short(pair.a)}",
+            names=(_short(pair.a), _short(pair.b)),
             level=f"{100 * number.level:.4g} %",
         )
         change = b - a

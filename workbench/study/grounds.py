@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ from workbench.compare.arms import ArmPair
 from workbench.compare.document import (
     Badge,
     Block,
+    Brief,
     Cell,
     Code,
     Commands,
@@ -22,6 +24,7 @@ from workbench.compare.document import (
     table,
 )
 from workbench.compare.words import show, why
+from workbench.plan import duration
 from workbench.spec.checklist import CLAIMS, RULES, tag_of
 from workbench.study.ledger import Event
 from workbench.study.outcome import StudyResult
@@ -33,6 +36,7 @@ from workbench.track.position import read_position
 from workbench.track.record import RunRecord
 
 _MOST_COLUMNS = 3  # of arms beside their settings
+_LONGEST_NAME = 22  # of a run, in the table of events
 _MOST_CONTRASTS = 2  # in one table of rules: their names are long
 
 
@@ -68,13 +72,53 @@ def history(outcome: StudyResult) -> list[Block]:
                 " changed."
             )
         )
-    events = [
-        [event.when, event.run or "", event.kind, event.status or "", event.detail]
+    prefix = f"{status.plan.name}-"
+    events: list[list[Cell]] = [
+        [
+            _clock(event.when),
+            _in_short((event.run or "").removeprefix(prefix)),
+            event.kind,
+            event.status or "",
+            event.detail,
+        ]
         for event in _events(outcome)
     ]
-    every = table(["when", "run", "event", "status", "detail"], events)
+    every = table(["when (UTC)", "run", "event", "status", "detail"], events)
     blocks.append(Fold(f"All {len(events)} events", (every,)))
     return blocks
+
+
+def _in_short(name: str) -> Brief:
+    """A run's name; where there is no room, without its middle: its end says which seed it has."""
+    head = (_LONGEST_NAME - 1) // 2
+    tail = _LONGEST_NAME - 1 - head
+    short = name if len(name) <= _LONGEST_NAME else f"{name[:head]}…{name[-tail:]}"
+    return Brief(short, name)
+
+
+def _clock(when: str) -> str:
+    """A time as "2026-01-31 12:00:00"; as it is where it is none."""
+    try:
+        return f"{datetime.fromisoformat(when).astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return when
+
+
+def wall_time(events: Iterable[Event]) -> str:
+    """Such as ", in 8 min 49 s of wall time": from every start of the study to the last that is
+    known of it, the time between two starts left out; empty where nothing is known."""
+    spans: list[tuple[datetime, datetime]] = []
+    for event in events:
+        try:
+            when = datetime.fromisoformat(event.when)
+        except ValueError:
+            continue
+        if event.kind == "began":
+            spans.append((when, when))
+        elif spans and event.kind in ("started", "ended", "interrupted", "over"):
+            spans[-1] = spans[-1][0], when
+    seconds = sum((end - start).total_seconds() for start, end in spans)
+    return f", in {duration(seconds)} of wall time" if seconds > 0 else ""
 
 
 def _events(outcome: StudyResult) -> list[Event]:

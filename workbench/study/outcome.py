@@ -12,6 +12,8 @@ from workbench.compare.words import why
 from workbench.study.check import claim_of
 from workbench.study.states import RunState
 from workbench.study.status import StudyStatus
+from workbench.track.store import Store
+from workbench.track.tuning import tuning_runs
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,21 @@ def outcome_of(status: StudyStatus) -> StudyResult:
             primary=metric,
             level=document["decision"]["confidence"],
             planned=planned,
+            tuning=_tuning(status, finished),
             statuses={_folder(state): "FINISHED" for one in finished.values() for state in one},
         )
     used = [state for arm in arms for state in finished.get(arm, ())] if comparison else []
     outcome = StudyResult(status, metric, baseline, comparison, (), tuple(used))
     decisions = tuple(_decide(outcome, arm, against) for against, arm in compared)
     return StudyResult(status, metric, baseline, comparison, decisions, tuple(used))
+
+
+def _tuning(status: StudyStatus, finished: dict[str, list[RunState]]) -> dict[str, int]:
+    """Arm -> how many runs of its model, none of the study's, the store has beside it."""
+    entries = Store(status.folder.parent.parent).list_runs()
+    own = [state.entry for state in status.states if state.entry is not None]
+    arms = {name: [one.entry for one in found if one.entry] for name, found in finished.items()}
+    return {name: tuning_runs(group, own, entries) for name, group in arms.items()}
 
 
 def _folder(state: RunState) -> Path:

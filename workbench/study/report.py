@@ -15,6 +15,7 @@ from workbench.compare.document import (
     Code,
     Facts,
     Figures,
+    Fold,
     Heading,
     Inline,
     Words,
@@ -36,6 +37,8 @@ from workbench.study.outcome import StudyResult
 from workbench.study.places import portable, seen_from
 from workbench.study.run import summary
 from workbench.track.record import strict
+
+_MOST_FIGURES = 2  # of one kind side by side
 
 
 def write_study_report(outcome: StudyResult, reports: Path) -> Path:
@@ -94,23 +97,32 @@ def compose(
         ("Numbers", sections.numbers(outcome)),
     ):
         blocks += [Heading(heading), *section] if section else []
-    for heading, place in (
-        ("Over training", "curves"),
-        ("By document", "documents"),
-        ("Throughput and memory", "cost"),
-        ("Routes to the experts", "routes"),
-    ):
-        blocks += [Heading(heading), figures[place]] if place in figures else []
-        blocks += sections.evaluations(outcome) if place == "curves" else []
     for heading, section in (
         ("The plan and what happened", grounds.history(outcome)),
+        ("Over training", [*_figures(figures, "curves"), *sections.evaluations(outcome)]),
+        ("By document", _figures(figures, "documents")),
+        ("Throughput and memory", _figures(figures, "cost", fold=False)),
+        ("Routes to the experts", _figures(figures, "routes", fold=False)),
+        ("What was chosen", sections.chosen(outcome)),
         ("Checklist", grounds.checklist(outcome)),
+        ("Held out", sections.held_out(outcome)),
         ("What differs", grounds.differences(outcome)),
         ("Runs", grounds.provenance(outcome)),
         ("Reproduce", grounds.reproduce(outcome)),
     ):
-        blocks += [Heading(heading), *section]
+        blocks += [Heading(heading), *section] if section else []
     return blocks
+
+
+def _figures(figures: dict[str, Figures], place: str, *, fold: bool = True) -> list[Block]:
+    """The figures of a place; of more than two the first, the others on demand."""
+    if place not in figures:
+        return []
+    drawn = figures[place].figures
+    if not fold or len(drawn) <= _MOST_FIGURES:
+        return [figures[place]]
+    rest = drawn[1:]
+    return [Figures(drawn[:1]), Fold(f"{len(rest)} more figures, one a pair", (Figures(rest),))]
 
 
 def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words]]:
@@ -119,7 +131,11 @@ def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words
     decision, comparison = document["decision"], outcome.comparison
     at = "no common point" if comparison is None else f"{comparison.at:,} tokens"
     family = len(outcome.decisions)
-    together = f" for {family} comparisons together" if family > 1 else ""
+    together = ""
+    levels = [one.number.level for one in outcome.decisions if one.number is not None]
+    if family > 1 and levels:
+        each = f"{levels[0] * 100:.4g}"
+        together = f" for {family} comparisons together, so {each} % for each (Bonferroni)"
     rule = f"{decision['confidence'] * 100:g} % intervals over seeds{together}"
     if decision["smallest_difference"]:
         rule += f"; differences below {decision['smallest_difference']:g} are not counted"
@@ -134,7 +150,7 @@ def _title_block(outcome: StudyResult, today: datetime) -> list[tuple[str, Words
         *_unlike(outcome),
         ("seeds", (", ".join(map(str, plan.seeds)),)),
         ("decided by", (Code(outcome.metric), f" at {at}, {rule}")),
-        ("runs", (summary(status.states),)),
+        ("runs", (summary(status.states) + grounds.wall_time(status.ledger.events),)),
         (
             "plan",
             (f"frozen {plan.first.when}, before the first run; sha256 {plan.first.sha256[:16]}",),

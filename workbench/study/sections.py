@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 
 from workbench.compare.arm_results import ArmNumber
+from workbench.compare.arm_sentences import decimals_of, document_digits, selection
 from workbench.compare.arms import ArmPair
 from workbench.compare.document import (
     Badge,
@@ -20,19 +22,23 @@ from workbench.compare.document import (
     paragraph,
     table,
 )
+from workbench.compare.held_out import held_out_section
 from workbench.compare.numbers import write, write_interval
 from workbench.compare.power import seeds_written
 from workbench.compare.seeds import POWER, detectable, seeds_needed
 from workbench.study.outcome import Decision, StudyResult
+from workbench.track.record import RunRecord
 
 _QUALITY = ("held_out/nll", "train_split/nll", "train/nll", "held_out/bits_per_byte")
 _COST = ("parameters/total", "parameters/active", "tokens_per_s", "peak_memory_bytes")
-_LEAST, _MOST = 3, 6  # decimals
+_MOST = 6  # decimals
 
 
 def answer(outcome: StudyResult) -> list[Block]:
     """What came out, how sure it is, and what it leaves open: to be read alone."""
-    blocks: list[Block] = [paragraph(Strong(headline(outcome)), " ", _sureness(outcome))]
+    blocks: list[Block] = [
+        paragraph(Strong(headline(outcome)), f" {_sureness(outcome)}{_untested(outcome)}")
+    ]
     told = [one for one in outcome.decisions if one.number is None]
     if told:
         blocks.append(bullets(one.words for one in told))
@@ -78,7 +84,7 @@ def _sureness(outcome: StudyResult) -> str:
     largest, decision = max(found, key=lambda pair: pair[0])
     number = decision.number
     assert number is not None
-    unit, digits = number.unit, _digits(number)
+    unit, digits = number.unit, difference_digits(number)
     lower = "lower" if (number.difference or 0) < 0 else "higher"
     said = (
         f"The largest difference in {outcome.metric}, that of {decision.arm} from"
@@ -92,13 +98,71 @@ def _sureness(outcome: StudyResult) -> str:
         f" {write_interval(test.interval, digits)}."
     )
     least = detectable(test.spread, test.n[0], test.design, test.level)
-    said += (
-        f" With {test.n[0]} seeds an arm and this spread between seeds, a difference has to be"
-        f" {least:.2g} {unit} or more to be found with {100 * POWER:.0f} % power"
-    )
+    pair = f"{decision.arm} against {decision.against}"
     needed = seeds_needed(largest, test.spread, test.design, test.level)
     more = seeds_written(needed)
-    return f"{said}; to find the one seen takes {more} seeds an arm."
+    return (
+        f"{said}{_cannot_answer(outcome)} Of {pair}, with {test.n[0]} seeds an arm and this spread"
+        f" between seeds, a difference has to be {least:.2g} {unit} or more to be found with"
+        f" {100 * POWER:.0f} % power; {largest:.{digits}f}, were it the true one, takes {more}"
+        " seeds an arm."
+    )
+
+
+def _cannot_answer(outcome: StudyResult) -> str:
+    """Of how many comparisons nothing that can happen would be found: their intervals are wider, or
+    the differences that they need larger, than what a model that guesses evenly is from a perfect
+    one. Empty where there are none, and for numbers that have no such bound."""
+    vocabulary = _vocabulary(outcome)
+    if vocabulary is None or not outcome.metric.endswith("/nll"):
+        return ""
+    bound, wide, tested, seeds = math.log(vocabulary), 0, 0, 0
+    for one in outcome.decisions:
+        if one.number is None or one.number.seeds is None:
+            continue
+        test = one.number.seeds
+        low, high = test.interval
+        tested, seeds = tested + 1, test.n[0]
+        least = detectable(test.spread, test.n[0], test.design, test.level)
+        wide += high - low > bound or least > bound
+    if not wide:
+        return ""
+    of = "this" if wide == tested == 1 else f"{wide} of the {tested} comparisons"
+    return (
+        f" {seeds} seeds cannot answer {of}: the interval is wider, or the difference that would be"
+        f" found larger, than the {bound:.1f} nats/token that lie between guessing evenly among"
+        f" {vocabulary:,} tokens and knowing the text."
+    )
+
+
+def _vocabulary(outcome: StudyResult) -> int | None:
+    """The size of the vocabulary that all runs have; None where they have several, or none."""
+    runs = [
+        side for arm in (outcome.comparison.arms if outcome.comparison else ()) for side in arm.runs
+    ]
+    sizes = {side.record.effective.tokenizer.vocab_size for side in runs}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _untested(outcome: StudyResult) -> str:
+    """Of arms that cross two settings: that no comparison asks for their interaction."""
+    document = outcome.status.plan.latest.document["arms"]
+    names = [arm for arm in outcome.arms if arm in document]
+    leaves = dict.fromkeys(leaf for arm in names for leaf in document[arm])
+    values = {leaf: [document[arm].get(leaf) for arm in names] for leaf in leaves}
+    varied = {
+        leaf: list(map(repr, found))
+        for leaf, found in values.items()
+        if None not in found and any(value != found[0] for value in found)
+    }
+    for (one, first), (other, second) in combinations(varied.items(), 2):
+        cells = len(set(first)) * len(set(second))
+        if len(set(zip(first, second, strict=True))) == cells > 3:
+            return (
+                f" Whether what {other} does depends on {one} (an interaction) is not tested: every"
+                " comparison of the plan is of two arms."
+            )
+    return ""
 
 
 def arms(outcome: StudyResult) -> list[Block]:
@@ -111,9 +175,8 @@ def arms(outcome: StudyResult) -> list[Block]:
     further: list[list[Cell]] = []
     single: list[list[Cell]] = []
     first = next((one.number for one in outcome.decisions if one.number is not None), None)
-    digits = shared_digits(outcome)
     if first is not None:
-        base = _mean(metric, first.a, digits)
+        base = _cell(metric, (first.a, ""))
         rows.append([outcome.baseline, base, "", "", "", "baseline"])
     for one in outcome.decisions:
         number = one.number
@@ -126,11 +189,12 @@ def arms(outcome: StudyResult) -> list[Block]:
             continue
         test, documents = number.seeds, number.documents
         p = number.p_adjusted
+        digits = difference_digits(number)
         change = write(metric, number.difference, digits, sign=True)
         into.append(
             [
                 label,
-                *([] if is_contrast else [_mean(metric, number.b, digits)]),
+                *([] if is_contrast else [_cell(metric, (number.b, ""))]),
                 change,
                 write_interval(test.interval, digits) if test else "-",
                 "-" if p is None else f"{p:.2g}",
@@ -138,7 +202,8 @@ def arms(outcome: StudyResult) -> list[Block]:
             ]
         )
         if documents:
-            single.append([label, change, write_interval(documents.interval, digits)])
+            interval = write_interval(documents.interval, document_digits(number))
+            single.append([label, interval, f"{documents.n:,}"])
     level = first.level if first is not None else comparison.level
     unit = first.unit if first is not None else ""
     if not single:
@@ -148,7 +213,7 @@ def arms(outcome: StudyResult) -> list[Block]:
     return [
         table(head, rows),
         *between,
-        table(["arm", "difference", "over documents"], single),
+        table(["arm", "over documents", "documents"], single, numbers=1),
         bullets(_legend(outcome, level, unit, first)),
     ]
 
@@ -170,13 +235,39 @@ def _legend(
     yield (
         f"over seeds: t intervals of {level * 100:.4g} %, so that all {pairs} together hold with"
         f" {outcome.status.plan.latest.document['decision']['confidence'] * 100:g} %"
-        " (Bonferroni); p: of the t test, adjusted by Holm's method. These cover another seed."
+        " (Bonferroni); p: of the t test, adjusted by Holm's method. These cover another seed. A"
+        " difference is written to the digits that its interval over seeds allows."
     )
     yield (
         "over documents: a bootstrap of whole documents (of fewer than 30 a t interval, which is"
         " approximate) with the trained models held fixed, of the same level. It does not cover"
-        " another seed, other text or another budget."
+        " another seed, other text or another budget: where it leaves out zero and the arms are not"
+        " told apart, these very models differ, as any two do that were trained with other seeds."
     )
+
+
+def chosen(outcome: StudyResult) -> list[Block]:
+    """What was chosen, and how often one could choose."""
+    return [bullets(selection(outcome.comparison))] if outcome.comparison else []
+
+
+def held_out(outcome: StudyResult) -> list[Block]:
+    """What is known of each evaluation set, of all arms at once where it is the same in all."""
+    comparison = outcome.comparison
+    if comparison is None:
+        return []
+    alike: dict[str, tuple[RunRecord, dict[str, None]]] = {}
+    for arm in comparison.arms:
+        for side in arm.runs:
+            facts = {
+                name: one.model_dump_json()
+                for name, one in side.record.effective.evaluation.items()
+            }
+            found = alike.setdefault(repr(facts), (side.record, {}))
+            found[1][arm.name] = None
+    if len(alike) == 1:
+        return held_out_section({"all": next(iter(alike.values()))[0]})
+    return held_out_section({", ".join(names): record for record, names in alike.values()})
 
 
 def numbers(outcome: StudyResult) -> list[Block]:
@@ -231,7 +322,6 @@ def numbers(outcome: StudyResult) -> list[Block]:
 def evaluations(outcome: StudyResult) -> list[Block]:
     """The differences at every evaluation, with the ends of intervals that no figure may show."""
     pairs: Sequence[ArmPair] = outcome.comparison.pairs if outcome.comparison else ()
-    digits = shared_digits(outcome)
     rows: list[list[Cell]] = []
     for pair in pairs:
         series = pair.results.series.get(outcome.metric) if pair.results else None
@@ -242,6 +332,7 @@ def evaluations(outcome: StudyResult) -> list[Block]:
         for at, value, ends in zip(series.tokens, series.difference, series.interval, strict=True):
             low, high = map(float, ends)
             known = math.isfinite(low)
+            digits = decimals_of((high - low) / 2)
             change = write(outcome.metric, float(value), digits, sign=True)
             written = write_interval((low, high), digits) if known else "-"
             rows.append([label, f"{at:,}", change, written])
@@ -271,11 +362,21 @@ def _by_arm(outcome: StudyResult) -> dict[str, dict[str, _Values]]:
 def _cell(name: str, values: _Values | None) -> str:
     if values is None or values[1] or any(value is None for value in values[0]):
         return "-"
-    known = [value for value in values[0] if value is not None]
-    spread = statistics.stdev(known) if len(known) > 1 and all(map(math.isfinite, known)) else 0.0
-    # Two digits of the spread: more would say what another seed takes back.
-    digits = 4 if spread <= 0 else min(_MOST, max(0, 1 - math.floor(math.log10(spread))))
-    return _mean(name, values[0], digits)
+    return _mean(name, values[0], mean_digits(values[0]))
+
+
+def difference_digits(number: ArmNumber) -> int:
+    """Decimals that show two digits of the half width of its interval over seeds; where there is
+    none, of that over documents."""
+    test = number.seeds or number.documents
+    return decimals_of((test.interval[1] - test.interval[0]) / 2 if test else 0.0)
+
+
+def mean_digits(values: Sequence[float | None]) -> int:
+    """Decimals that show two digits of the spread over seeds: more would say what another seed
+    takes back."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return decimals_of(statistics.stdev(known) if len(known) > 1 else 0.0)
 
 
 def _mean(name: str, values: Sequence[float | None], digits: int) -> str:
@@ -294,18 +395,6 @@ def _mean(name: str, values: Sequence[float | None], digits: int) -> str:
 
 def _value(name: str, value: float | None) -> str:
     return write(name, value, _MOST)
-
-
-def shared_digits(outcome: StudyResult) -> int:
-    """Decimals in which the deciding number of all arms is written."""
-    return max((_digits(one.number) for one in outcome.decisions if one.number), default=4)
-
-
-def _digits(number: ArmNumber) -> int:
-    """Decimals that show two digits of the smaller interval's half width."""
-    widths = [one.interval[1] - one.interval[0] for one in (number.seeds, number.documents) if one]
-    half = min(widths, default=0.0) / 2
-    return 4 if half <= 0 else min(_MOST, max(_LEAST, 1 - math.floor(math.log10(half))))
 
 
 def _verdict_of(decision: Decision) -> str:
