@@ -217,11 +217,12 @@ def test_the_first_paragraph_says_what_the_study_cannot_answer(
     (decision,) = found.decisions
     assert decision.number is not None
     assert decision.number.seeds is not None
-    test = replace(decision.number.seeds, interval=(-16.5, 16.2), spread=1.3)
+    test = replace(decision.number.seeds, interval=(-16.508, 16.241), spread=1.3)
     wide = replace(decision, number=replace(decision.number, seeds=test))
     said = sections.answer(replace(found, decisions=(wide,)))
     vocabulary = found.compared[0].entry.record.effective.tokenizer.vocab_size  # type: ignore[union-attr]
     assert "2 seeds cannot answer this: the interval is wider" in markdown.render(said)
+    assert "seeds [-17, +16]." in markdown.render(said).replace("\\", "")
     assert f"than the {math.log(vocabulary or 0):.1f} nats/token" in markdown.render(said)
     crossed = {
         f"{one}-{two}": {"model.attention_type": one, "model.mlp_type": two}
