@@ -12,7 +12,7 @@ import numpy as np
 from workbench.compare import difference_plots, plots
 from workbench.compare.arm_cost import cost_figures, route_figures
 from workbench.compare.arm_results import ArmResults, ArmSeries
-from workbench.compare.arm_sentences import digits_of
+from workbench.compare.arm_sentences import difference_digits
 from workbench.compare.arms import Arm, ArmPair, ArmsComparison
 from workbench.compare.difference_plots import Seeds
 from workbench.compare.document import Figure, Figures
@@ -74,7 +74,7 @@ def _answer(pair: ArmPair, results: ArmResults, folder: Path, index: int) -> lis
             between = f"{level} interval over documents, these models held fixed"
         # The answer first and large; a name in the title may be as long as that leaves room for.
         size, width = (_LARGE, 40) if place == 0 else (_SMALL, 24)
-        digits = digits_of(number)
+        digits = difference_digits(number)
         last = intervals[-1]
         figure = difference_plots.difference(
             series.tokens,

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from shlex import quote
 
 from workbench.compare.arm_results import ArmNumber
-from workbench.compare.arm_sentences import digits_of, document_digits
+from workbench.compare.arm_sentences import (
+    decimals_of,
+    difference_digits,
+    document_digits,
+    value_digits,
+)
 from workbench.compare.arms import Arm, ArmPair, ArmsComparison
 from workbench.compare.commands import options, run_words
 from workbench.compare.document import (
@@ -51,7 +56,7 @@ def by_seed(pair: ArmPair) -> list[Block]:
     found: list[Block] = []
     for name in pair.deciding:
         number = pair.results.numbers[name]
-        digits = digits_of(number)
+        digits = value_digits(number)
         if pair.seeds.design == "paired":
             rows = [
                 [
@@ -84,7 +89,7 @@ def evaluations(pair: ArmPair) -> list[Block]:
             pair.results.series
         ):
             continue
-        digits = digits_of(pair.results.numbers[metric])
+        digits = difference_digits(pair.results.numbers[metric])
         rows = []
         for at, value, ends in zip(series.tokens, series.difference, series.interval, strict=True):
             known = bool(math.isfinite(ends[0]))
@@ -165,16 +170,15 @@ def _runs(arm: Arm, between: str) -> str:
 
 
 def _written(name: str, number: ArmNumber) -> Iterator[str]:
-    digits = digits_of(number)
+    digits = difference_digits(number)
     size = max((abs(v) for v in (*number.a, *number.b) if v is not None), default=0.0)
-    for mean, spread in ((number.mean_a, number.spreads[0]), (number.mean_b, number.spreads[1])):
-        said = write(name, mean, digits, size=size)
-        beside = (
-            f" ± {write(name, spread, digits, size=size)}" if spread and mean is not None else ""
-        )
+    ends = [decimals_of(spread) if spread else digits for spread in number.spreads]
+    for mean, spread, end in zip((number.mean_a, number.mean_b), number.spreads, ends, strict=True):
+        said = write(name, mean, end, size=size)
+        beside = f" ± {write(name, spread, end, size=size)}" if spread and mean is not None else ""
         yield f"{said}{beside}"
     more = 0
-    if number.mean_a is not None and number.mean_b is not None:
+    if number.mean_a is not None and number.mean_b is not None and set(ends) == {digits}:
         more = decimals_more(name, number.mean_a, number.mean_b, digits, size)
     yield write(name, number.difference, digits, size=size, sign=True, more=more)
     test = number.seeds

@@ -30,27 +30,27 @@ def title(comparison: ArmsComparison) -> str:
     return f"{', '.join(others)} against {base}: {' · '.join(said)}"
 
 
-def digits_of(number: ArmNumber) -> int:
-    """Decimals that show two digits of the half width of the interval and of either seed spread,
-    so that means, spreads, difference and interval all end at one digit."""
-    widths = [spread for spread in number.spreads if spread]
-    if number.seeds is not None:
-        widths.append((number.seeds.interval[1] - number.seeds.interval[0]) / 2)
-    elif number.documents is not None and not widths:
-        widths.append((number.documents.interval[1] - number.documents.interval[0]) / 2)
-    return _digits(widths)
+def difference_digits(number: ArmNumber) -> int:
+    """Decimals that show two digits of the half width of its interval over seeds; where there is
+    none, of the smaller spread over seeds, or else of the interval over documents."""
+    spreads = [spread for spread in number.spreads if spread]
+    if number.seeds is None and spreads:
+        return decimals_of(min(spreads))
+    test = number.seeds or number.documents
+    return decimals_of((test.interval[1] - test.interval[0]) / 2 if test else 0.0)
+
+
+def value_digits(number: ArmNumber) -> int:
+    """Decimals of single runs: those of the difference, and of the smaller spread over seeds."""
+    spreads = [decimals_of(spread) for spread in number.spreads if spread]
+    return max([difference_digits(number), *spreads])
 
 
 def document_digits(number: ArmNumber) -> int:
     """The same for the interval over documents, which may be far narrower."""
     if number.documents is None:
-        return digits_of(number)
-    return _digits([(number.documents.interval[1] - number.documents.interval[0]) / 2])
-
-
-def _digits(widths: list[float]) -> int:
-    known = [width for width in widths if math.isfinite(width) and width > 0]
-    return decimals_of(min(known, default=0.0))
+        return difference_digits(number)
+    return decimals_of((number.documents.interval[1] - number.documents.interval[0]) / 2)
 
 
 def decimals_of(uncertainty: float) -> int:
@@ -104,7 +104,7 @@ def difference_sentence(pair: ArmPair, name: str) -> str:
     assert pair.results is not None
     number = pair.results.numbers[name]
     first, second = pair.names
-    digits = digits_of(number)
+    digits = difference_digits(number)
     if number.difference is None:
         return f"There is no difference in {name}, because not all values are finite."
     shown = write(name, number.difference, digits, sign=True)
@@ -151,7 +151,7 @@ def power_sentence(pair: ArmPair, name: str, difference: float | None = None) ->
     if number.seeds is None:
         return ""
     power = power_from(number.seeds, difference)
-    return power.sentence(number.unit, digits_of(number), asked=difference is not None)
+    return power.sentence(number.unit, difference_digits(number), asked=difference is not None)
 
 
 def signs(test: SeedTest) -> str:

@@ -10,11 +10,12 @@ import numpy as np
 from workbench.compare import difference_plots, plots
 from workbench.compare.arm_cost import cost_figures, route_figures
 from workbench.compare.arm_figures import seeds_of
+from workbench.compare.arm_sentences import difference_digits
 from workbench.compare.arms import Arm, ArmPair
 from workbench.compare.document import Figure, Figures
 from workbench.compare.numbers import write, write_interval
 from workbench.study.outcome import StudyResult
-from workbench.study.sections import difference_digits, mean_digits
+from workbench.study.sections import mean_digits
 
 _PANEL = (4.6, 4.3)  # inches
 

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 from workbench.compare.arm_results import ArmNumber
-from workbench.compare.arm_sentences import decimals_of, document_digits, selection
+from workbench.compare.arm_sentences import (
+    decimals_of,
+    difference_digits,
+    document_digits,
+    selection,
+)
 from workbench.compare.arms import ArmPair
 from workbench.compare.document import (
     Badge,
@@ -363,13 +368,6 @@ def _cell(name: str, values: _Values | None) -> str:
     if values is None or values[1] or any(value is None for value in values[0]):
         return "-"
     return _mean(name, values[0], mean_digits(values[0]))
-
-
-def difference_digits(number: ArmNumber) -> int:
-    """Decimals that show two digits of the half width of its interval over seeds; where there is
-    none, of that over documents."""
-    test = number.seeds or number.documents
-    return decimals_of((test.interval[1] - test.interval[0]) / 2 if test else 0.0)
 
 
 def mean_digits(values: Sequence[float | None]) -> int:
