@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from workbench.compare import compare_arms, render_arms, write_arms_report
 from workbench.compare.arm_figures import draw
 from workbench.compare.arm_report import render_arms_markdown
 from workbench.compare.arm_tidy import figures_json, tidy_arms_csv
-from workbench.compare.numbers import decimals_more, write
+from workbench.compare.numbers import between, decimals_more, with_spread, write
 from workbench.compare.power import seeds_written
 from workbench.compare.sections import _pair
 from workbench.compare.sentences import document_method
@@ -537,3 +538,10 @@ def test_intervals_of_few_documents_are_called_approximate(home: Path) -> None:
     assert few in document_method([12, 60], "x")
     assert many in document_method([12, 60], "x")
     assert few not in document_method([30, 60], "x")
+
+
+def test_a_unit_is_written_once() -> None:
+    memory = partial(write, "peak_memory_bytes")
+    assert with_spread(memory(8.1e8), memory(2e7)) == "0.81 ± 0.02 GB"
+    assert between(memory(-3e7, sign=True), memory(2e7, sign=True)) == "[-0.03, +0.02] GB"
+    assert between("-0.10", "+0.14") == "[-0.10, +0.14]"

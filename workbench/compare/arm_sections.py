@@ -25,7 +25,13 @@ from workbench.compare.document import (
     paragraph,
     table,
 )
-from workbench.compare.numbers import decimals_more, write, write_interval
+from workbench.compare.numbers import (
+    between,
+    decimals_more,
+    with_spread,
+    write,
+    write_interval,
+)
 from workbench.compare.sections import description
 from workbench.compare.words import show
 
@@ -175,8 +181,9 @@ def _written(name: str, number: ArmNumber) -> Iterator[str]:
     ends = [decimals_of(spread) if spread else digits for spread in number.spreads]
     for mean, spread, end in zip((number.mean_a, number.mean_b), number.spreads, ends, strict=True):
         said = write(name, mean, end, size=size)
-        beside = f" ± {write(name, spread, end, size=size)}" if spread and mean is not None else ""
-        yield f"{said}{beside}"
+        if spread and mean is not None:
+            said = with_spread(said, write(name, spread, end, size=size))
+        yield said
     more = 0
     if number.mean_a is not None and number.mean_b is not None and set(ends) == {digits}:
         more = decimals_more(name, number.mean_a, number.mean_b, digits, size)
@@ -186,7 +193,7 @@ def _written(name: str, number: ArmNumber) -> Iterator[str]:
         yield "-"
         return
     low, high = (write(name, end, digits, size=size, sign=True, more=more) for end in test.interval)
-    yield f"[{low}, {high}]"
+    yield between(low, high)
 
 
 def _note(number: ArmNumber) -> str:

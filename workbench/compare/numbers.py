@@ -9,6 +9,7 @@ from decimal import Decimal
 from workbench.compare.results import Number
 from workbench.track.record import strict
 
+_GB = " GB"
 _COUNTS = ("parameters/total", "parameters/active", "tokens")
 
 
@@ -75,6 +76,17 @@ def write_interval(interval: tuple[float, float], digits: int = 4) -> str:
     """An interval with its ends signed."""
     low, high = (_unsigned_zero(f"{end:+.{digits}f}") for end in interval)
     return f"[{low}, {high}]"
+
+
+def with_spread(mean: str, spread: str) -> str:
+    """Both as `write` gives them, their unit once."""
+    return f"{mean.removesuffix(_GB)} ± {spread}"
+
+
+def between(low: str, high: str) -> str:
+    """The interval between two ends as `write` gives them, their unit once."""
+    unit = _GB if low.endswith(_GB) else ""
+    return f"[{low.removesuffix(_GB)}, {high.removesuffix(_GB)}]{unit}"
 
 
 def _unsigned_zero(written: str) -> str:

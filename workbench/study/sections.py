@@ -28,7 +28,7 @@ from workbench.compare.document import (
     table,
 )
 from workbench.compare.held_out import held_out_section
-from workbench.compare.numbers import write, write_interval
+from workbench.compare.numbers import with_spread, write, write_interval
 from workbench.compare.power import seeds_written
 from workbench.compare.seeds import POWER, detectable, seeds_needed
 from workbench.study.outcome import Decision, StudyResult
@@ -388,7 +388,7 @@ def _mean(name: str, values: Sequence[float | None], digits: int) -> str:
         return said
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / (len(known) - 1))
     noise = write(name, spread, digits, size=max(map(abs, known)))
-    return f"{said} ± {noise}" if any(digit in noise for digit in "123456789") else said
+    return with_spread(said, noise) if any(digit in noise for digit in "123456789") else said
 
 
 def _value(name: str, value: float | None) -> str:
