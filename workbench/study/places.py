@@ -11,11 +11,15 @@ from typing import Any
 
 
 def seen_from(project: Path, path: Path | str) -> str:
-    """A path relative to the project; of a file elsewhere only its name."""
+    """A path relative to the project, which may have been moved since the path was written; of a
+    file elsewhere only its name."""
     place = Path(path)
     if not place.is_absolute():
         return str(path)
-    return str(place.relative_to(project)) if place.is_relative_to(project) else place.name
+    if place.is_relative_to(project):
+        return str(place.relative_to(project))
+    ends = (Path(*place.parts[first:]) for first in range(1, len(place.parts)))
+    return next((str(end) for end in ends if (project / end).is_file()), place.name)
 
 
 def portable(value: Any, project: Path) -> Any:
