@@ -362,6 +362,9 @@ def _strings(value: Any) -> list[str]:
 def test_a_place_is_seen_from_the_project(path: str, seen: str) -> None:
     project = Path("/project")
     assert seen_from(project, path) == seen
+    said = {"detail": [f"{path}: not there", "in /project"]}
+    inside = path.replace("/project/", "")
+    assert portable(said, project) == {"detail": [f"{inside}: not there", "in ."]}
 
 
 def test_a_file_of_a_project_that_was_moved_is_found_where_it_lies_now(tmp_path: Path) -> None:
@@ -370,9 +373,6 @@ def test_a_file_of_a_project_that_was_moved_is_found_where_it_lies_now(tmp_path:
     before = "/home/someone/project/experiments/a.study.yaml"
     assert seen_from(tmp_path, before) == "experiments/a.study.yaml"
     assert seen_from(tmp_path, "/home/someone/project/other/b.study.yaml") == "b.study.yaml"
-    said = {"detail": [f"{path}: not there", "in /project"]}
-    inside = path.replace("/project/", "")
-    assert portable(said, project) == {"detail": [f"{inside}: not there", "in ."]}
 
 
 def set_record(store: Store, run: str, **changes: Any) -> None:
