@@ -87,6 +87,8 @@ def test_products_run_natively_where_the_cpu_has_the_instructions(
     monkeypatch.setattr(
         torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native, raising=False
     )
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert choose_matmul.__wrapped__(CPU) == ("native" if native else "upcast")
 
 
