@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +13,10 @@ from workbench.process import prepare_process
 
 # Also where the machine has much else to do, a run of the tests arrives in MLflow.
 os.environ["WB_MLFLOW_WAIT"] = "400"
+
+# A shell ignores Ctrl-C for what it starts in the background, and so would every process tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As a run does, before torch is loaded: threads that spin make tiny steps slow on busy machines.
 prepare_process()
