@@ -500,7 +500,7 @@ def test_interrupt_ends_both_workers(tmp_path: Path) -> None:
         assert "building" in process.stderr.readline()
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(20) == 130
     assert len(workers) == 2
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive

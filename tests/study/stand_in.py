@@ -1,9 +1,9 @@
 """Stands in for `wb run SPEC --resume [RUN]` where only what a study does with its processes is
 tested: the same folders, locks, records, signals and exit codes, and nothing is trained.
 
-`STAND_IN` holds JSON: `seconds` of a run, of some by their name (`lasting`), and by run name the
-exit code it is to end with (`codes`; 2 before anything is written). Each start appends its run's
-name to the file `starts`. It imports nothing of the package, so that it starts at once.
+`STAND_IN` holds JSON: `seconds` of a run, and by run name the exit code it is to end with (`codes`;
+2 before anything is written). Each start appends its run's name to the file `starts`. It imports
+nothing of the package, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
         step += 1
         with (folder / "metrics.csv").open("a") as file:
             file.write(f"{step},{128 * step}\n")
-        time.sleep(told.get("lasting", {}).get(name, told.get("seconds", 0.04)) / STEPS)
+        time.sleep(told.get("seconds", 0.04) / STEPS)
         if code == 137:
             os.kill(os.getpid(), signal.SIGKILL)
     record["results"]["seconds"] = 1.0

@@ -153,7 +153,7 @@ def test_a_second_run_of_the_same_study(lab: Lab, wb: Wb) -> None:
 
 
 def test_ctrl_c_in_the_third_run(lab: Lab, wb: Wb) -> None:
-    lab.tell(lasting={"small-routed-s2": 10.0})
+    lab.tell(seconds=0.6)
     third = lab.store.runs / "small-routed-s2" / "metrics.csv"
     thread = when(third.exists, lambda: os.kill(os.getpid(), signal.SIGINT))
     code, out, err = wb("run", str(lab.path), "--at-once", "1")

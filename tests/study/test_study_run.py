@@ -246,7 +246,7 @@ def when(condition: Callable[[], bool], do: Callable[[], None]) -> threading.Thr
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_signal_in_the_second_run_loses_nothing(number: int, lab: Lab) -> None:
-    lab.tell(lasting={"small-dense-s1": 10.0})
+    lab.tell(seconds=1.0)
     stops = NoStop()
     thread = when(
         lambda: (lab.store.runs / "small-dense-s1" / "metrics.csv").exists(),
