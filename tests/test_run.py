@@ -219,8 +219,9 @@ def test_a_finished_run_knows_every_effective_fact(
     judged = {leaf: value for leaf, value in facts_of(record).items() if tag_of(leaf) != FREE}
     assert len(judged) > 35
     unknown = {leaf for leaf, value in judged.items() if not is_known(value)}
-    proofs = {f"effective.evaluation.{name}.proof" for name in ("held_out", "train_split")}
-    assert unknown == (proofs if kind == "random" else set()), "of random ids nothing is shown"
+    of_text = {f"effective.evaluation.{name}.proof" for name in ("held_out", "train_split")}
+    of_text.add("effective.budget.bytes")
+    assert unknown == (of_text if kind == "random" else set()), "random ids are no text"
 
 
 def test_the_record_in_the_folder_is_the_one_returned(finished: RunOutcome) -> None:

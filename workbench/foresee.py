@@ -68,9 +68,11 @@ def foresee(spec: RunSpec, store: Store) -> Foreseen:
 
     def at(tokens: int) -> dict[str, Any]:
         step = tokens // spec.tokens_per_step
-        known = {"effective.budget.lr_trace": planned_trace(spec, step)}
+        known: dict[str, Any] = {"effective.budget.lr_trace": planned_trace(spec, step)}
         if data is not None and tokens <= MOST_REPLAYED_TOKENS:
-            known["effective.data.order_digest"] = _planned_digest(spec, data, step)
+            digest = _planned_digest(spec, data, step)
+            known["effective.data.order_digest"] = digest.hexdigest()
+            known["effective.budget.bytes"] = digest.bytes
         return known
 
     if steps is None:  # to the end of a stream
@@ -81,12 +83,12 @@ def foresee(spec: RunSpec, store: Store) -> Foreseen:
     return Foreseen(facts, tuple(step * spec.tokens_per_step for step in evaluated), at)
 
 
-def _planned_digest(spec: RunSpec, data: Data, steps: int) -> str:
+def _planned_digest(spec: RunSpec, data: Data, steps: int) -> TokenDigest:
     """The digest of all the windows that the run will consume."""
-    stream, digest = data.train_stream(), TokenDigest()
+    stream, digest = data.train_stream(), TokenDigest(data.byte_lengths)
     for _ in range(steps):
         digest.update(stream.next_batch(spec.sequences_per_update))
-    return digest.hexdigest()
+    return digest
 
 
 def plan(spec: RunSpec, store: Store) -> dict[str, Any]:

@@ -123,6 +123,7 @@ class Recorder:
                 tokens=state.tokens,
                 order_digest=state.digest.hexdigest(),
                 lr_trace=state.trace.hexdigest(),
+                bytes=state.digest.bytes,
             )
         )
         self.record.results.final = {k: v for k, v in values.items() if v is not None}

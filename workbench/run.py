@@ -157,7 +157,7 @@ def build(spec: RunSpec, store: Store, team: Team = ALONE) -> Components:
         model=model,
         optimizers=build_optimizers(model, spec.optimizer, table),
         stream=stream,
-        digest=TokenDigest(),
+        digest=TokenDigest(data.byte_lengths),
         trace=RateTrace(),
         watch=ExpertWatch(model),
     )

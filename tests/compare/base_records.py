@@ -107,6 +107,7 @@ def finished(record: RunRecord, steps: int) -> RunRecord:
             tokens=step * record.tokens_per_step,
             order_digest=sha(f"order {step}"),
             lr_trace=sha(f"rates {step}"),
+            bytes=4 * step * record.tokens_per_step,
         )
         for step in (0, steps // 2, steps)
     ]

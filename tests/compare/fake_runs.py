@@ -170,6 +170,7 @@ def points(steps: int = STEPS, per_step: int = TOKENS_PER_STEP, every: int = EVE
             "tokens": step * per_step,
             "order_digest": sha(f"order {step * per_step}"),
             "lr_trace": sha(f"rates {step * per_step}"),
+            "bytes": step * per_step * BYTES_PER_TOKEN,
         }
         for step in found
     ]

@@ -205,6 +205,18 @@ def test_runs_of_one_seed_must_have_consumed_one_order(runs: Path, tmp_path: Pat
     assert found.verdict == "refused"
 
 
+def test_runs_of_one_seed_must_have_read_as_much_text(runs: Path, tmp_path: Path) -> None:
+    """The bytes of other seeds differ with their order; those of one order cannot."""
+    other = write_arm(tmp_path, "text", {1: 0.0, 2: 0.0}, **MHA)
+    more = [{**point, "bytes": point["bytes"] + point["step"]} for point in points_of_seed(3)]
+    record = full_record("t3", spec=full_spec(seed=3, **MHA), points=more)
+    other.append(write_run(tmp_path / "t3", record))
+    found = compare_arms({"gqa": arm(runs, "gqa"), "text": other}, treatment=["model"])
+    (leaf,) = found.pairs[0].judgement.ruling("budget").counted
+    assert (leaf.path, leaf.runs) == ("effective.budget.bytes", ("gqa-s3", "t3"))
+    assert found.verdict == "refused"
+
+
 def test_several_arms_are_adjusted_so_that_text_and_picture_agree(
     runs: Path, tmp_path: Path
 ) -> None:

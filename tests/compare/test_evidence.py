@@ -172,6 +172,7 @@ NOT_TIMED = {"not_applicable": "throughput is measured from 15 steps on"}
         ("model_config", {"vocab_size": 7}, "model_config.vocab_size"),
         ("points.3.tokens", 3, "points[3].tokens"),
         ("points.3.step", 200, "points[4].step"),
+        ("points.3.bytes", 7, "points[3].bytes"),
         ("points.5.step", 300, "points[5].step"),
         ("results.tokens", 4096, "results.tokens"),
         ("results.tokens_per_s", "NaN", "results.tokens_per_s"),

@@ -54,7 +54,10 @@ FACTS = full_facts() | STAND_INS
 JUDGED = [leaf for leaf in FACTS if tag_of(leaf).kind == "judged"]
 FREE = [leaf for leaf in FACTS if tag_of(leaf).kind == "free"]
 REQUESTED = [leaf for leaf in FACTS if tag_of(leaf).kind == "requested"]
-EFFECTIVE = [leaf for leaf in JUDGED if leaf.startswith("effective.")]
+# What need not be known, where the leaf that it stands in for matches.
+SPARE = [leaf for leaf in JUDGED if tag_of(leaf).instead_of]
+NEEDED = [leaf for leaf in JUDGED if leaf not in SPARE]
+EFFECTIVE = [leaf for leaf in NEEDED if leaf.startswith("effective.")]
 
 
 def changed(value: Any) -> Any:
@@ -128,7 +131,7 @@ def test_a_changed_leaf_is_named_by_its_rule_alone(leaf: str, swap: bool) -> Non
     names_only(judgement, str(rule), leaf, "studied" if inferred else "differs")
 
 
-@pytest.mark.parametrize("leaf", JUDGED)
+@pytest.mark.parametrize("leaf", NEEDED)
 def test_a_leaf_that_is_not_there_is_missing(leaf: str) -> None:
     for pair in ((FACTS, without(leaf)), (without(leaf), FACTS), (without(leaf), without(leaf))):
         names_only(judge(*pair), str(tag_of(leaf).rule), leaf, "missing")
@@ -142,7 +145,7 @@ def test_an_unknown_fact_equals_nothing_not_even_itself(leaf: str, unknown: Any)
         names_only(judge(*pair), str(tag_of(leaf).rule), leaf, "missing")
 
 
-@pytest.mark.parametrize("leaf", [leaf for leaf in JUDGED if leaf not in EFFECTIVE])
+@pytest.mark.parametrize("leaf", [leaf for leaf in NEEDED if leaf not in EFFECTIVE])
 def test_a_setting_that_does_not_apply_differs_from_one_that_does(leaf: str) -> None:
     """Where the schema has no null for it, it is a setting that is not known."""
     null = with_leaf(leaf, None)
@@ -632,6 +635,83 @@ def test_judging_is_symmetric_and_silent_on_nothing(data: st.DataObject) -> None
     # Where something differs and nothing is declared, something counts.
     if not any(planned) and forth.with_outcome("follows"):
         assert forth.with_outcome("differs", "missing", "studied")
+
+
+# -- bytes of text
+
+TOKENIZER, READ = "effective.tokenizer.sha256", "effective.budget.bytes"
+CONSUMED, DECAY = "effective.budget.tokens", "effective.budget.decay_tokens"
+RAMPS, WARMUP = "effective.budget.ramp_tokens", "effective.optimizer.warmup_steps"
+RAMPED = {**FACTS, RAMPS: {"model.top_k_primary_weight_final": FACTS[CONSUMED] // 2}}
+UPDATE = FACTS["effective.optimizer.sequences_per_update"] * FACTS["training.seq_len"]
+
+
+def of_bytes(share: float = 1.0, **changes: Any) -> dict[str, Any]:
+    """A run by another tokenizer, of twice the tokens, that has read a share of the bytes."""
+    twice = {leaf: 2 * RAMPED[leaf] for leaf in (CONSUMED, DECAY, WARMUP)}
+    ramps = {name: 2 * tokens for name, tokens in RAMPED[RAMPS].items()}
+    other = {TOKENIZER: sha("other ranks"), READ: round(share * RAMPED[READ]), RAMPS: ramps}
+    digests = {"effective.budget.lr_trace": sha("r"), "effective.data.order_digest": sha("o")}
+    return {**RAMPED, **twice, **other, **digests, **changes}
+
+
+def test_two_tokenizers_may_have_one_budget_in_bytes() -> None:
+    for pair in ((RAMPED, of_bytes()), (of_bytes(), RAMPED)):
+        judgement = judge(*pair)
+        assert judgement.ruling("budget").outcome == "follows"
+        assert judgement.claims["bpb"] == "flagged"
+        assert judgement.claims["nll"] == "refused"
+        found = outcomes(judgement)
+        assert found[CONSUMED] == "follows"
+        assert found.keys() & {READ, DECAY, RAMPS, WARMUP} == set()
+
+
+def test_bytes_match_to_within_one_update_and_are_shown() -> None:
+    update = UPDATE * RAMPED[READ] / RAMPED[CONSUMED]
+    near = of_bytes(1 - 0.9 * update / RAMPED[READ])
+    leaves = {leaf.path: leaf for leaf in judge(RAMPED, near).ruling("budget").leaves}
+    assert (leaves[READ].outcome, leaves[READ].b) == ("match", near[READ])
+    assert leaves[CONSUMED].outcome == "follows"
+
+
+@pytest.mark.parametrize("share", [0.97, 1.03, 0.5, 2.0])
+def test_neither_tokens_nor_bytes_is_another_budget(share: float) -> None:
+    for pair in ((RAMPED, of_bytes(share)), (of_bytes(share), RAMPED)):
+        judgement = judge(*pair)
+        found = outcomes(judgement)
+        assert (found[CONSUMED], found[READ]) == ("differs", "follows")
+        assert judgement.claims["bpb"] == "refused"
+
+
+@pytest.mark.parametrize("unknown", [None, math.nan])
+def test_unknown_bytes_match_nothing(unknown: Any) -> None:
+    found = outcomes(judge(RAMPED, of_bytes(**{READ: unknown})))
+    assert (found[CONSUMED], found[READ]) == ("differs", "missing")
+
+
+@pytest.mark.parametrize("leaf", SPARE)
+def test_bytes_need_not_be_known_at_equal_tokens(leaf: str) -> None:
+    for other in (without(leaf), with_leaf(leaf, None)):
+        for pair in ((FACTS, other), (other, FACTS), (other, dict(other))):
+            assert judge(*pair).verdict(CLAIMS) == "comparable"
+
+
+@pytest.mark.parametrize("leaf", [DECAY, WARMUP])
+def test_a_schedule_is_looked_at_in_bytes_too(leaf: str) -> None:
+    """As many tokens are another place of the text, where tokens are not what matches."""
+    found = outcomes(judge(RAMPED, of_bytes(**{leaf: RAMPED[leaf]})))
+    assert found[leaf] == "differs"
+
+
+def test_a_ramp_is_looked_at_in_bytes_too() -> None:
+    assert outcomes(judge(RAMPED, of_bytes(**{RAMPS: RAMPED[RAMPS]})))[RAMPS] == "differs"
+    others = {"model.routed_gate_final": 2 * FACTS[CONSUMED]}
+    assert outcomes(judge(RAMPED, of_bytes(**{RAMPS: others})))[RAMPS] == "differs"
+
+
+def test_bytes_excuse_nothing_of_one_tokenizer() -> None:
+    judgement = judge(RAMPED, of_bytes(**{TOKENIZER: RAMPED[TOKENIZER]}))
+    assert outcomes(judgement)[CONSUMED] == "differs"
 
 
 # -- what comes to the same run

@@ -46,6 +46,7 @@ FINGERPRINTS = {
     3: "4d6215561ceb86ac",
     4: "cf607ddf97c8add5",
     5: "54a658d84553fd55",
+    6: "878357d6938cfaf2",
 }
 
 

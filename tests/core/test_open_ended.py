@@ -72,6 +72,7 @@ def test_what_is_foreseen_is_what_happens(tmp_path: Path) -> None:
     facts = {**foreseen.facts, **foreseen.at(foreseen.points[-1])}
     assert facts["effective.budget.lr_trace"] == record.points[-1].lr_trace
     assert facts["effective.data.order_digest"] == record.points[-1].order_digest
+    assert facts["effective.budget.bytes"] == record.points[-1].bytes > 0
     assert facts["effective.optimizer.warmup_steps"] == 3
     check = check_specs(spec, open_spec(tmp_path, "other"), foreseen, foreseen)
     assert check.verdict == "comparable"

@@ -360,14 +360,19 @@ def test_the_same_spec_gives_the_same_bits(tmp_path: Path, precision: str) -> No
 def test_each_point_has_the_digest_of_what_was_consumed(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, training={"steps": 5})
     outcome = untracked_run(spec, Store(tmp_path / "mlruns"))
-    stream, digest = build(spec, Store(tmp_path / "mlruns")).data.train_stream(), TokenDigest()
-    expected = {0: digest.hexdigest()}
+    data = build(spec, Store(tmp_path / "mlruns")).data
+    stream, digest = data.train_stream(), TokenDigest()
+    expected, read = {0: digest.hexdigest()}, {0: 0}
     for step in range(1, 6):
-        digest.update(stream.next_batch(4))
+        windows = stream.next_batch(4)
+        digest.update(windows)
         expected[step] = digest.hexdigest()
+        targets = [i for i in windows[:, 1:].ravel().tolist() if i != data.tokenizer.eod_id]
+        read[step] = read[step - 1] + len(data.tokenizer.decode_bytes(targets))
     points = outcome.record.points
     assert [(p.step, p.tokens) for p in points] == [(0, 0), (2, 256), (4, 512), (5, 640)]
     assert {p.step: p.order_digest for p in points} == {s: expected[s] for s in (0, 2, 4, 5)}
+    assert {p.step: p.bytes for p in points} == {s: read[s] for s in (0, 2, 4, 5)}
     assert len({p.lr_trace for p in points}) == 4
 
 

@@ -14,12 +14,17 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, get_args
 
-from workbench.compare.facts import Facts, same
+from workbench.compare.budgets import BYTES, COUNTED, TOKENS, same_in_bytes
+from workbench.compare.facts import ORDER_DIGEST, Facts, same
 from workbench.compare.rules import Judgement, Leaf, Outcome, Ruling, Verdict, judge
 from workbench.compare.seeds import Design
 from workbench.spec.checklist import CLAIMS, RULES, Claim, Effect, tag_of
 
-SEED, ORDER = "seed", "effective.data.order_digest"
+SEED = "seed"
+
+# What a run reads in another order under another seed.
+_READ = (ORDER_DIGEST, BYTES)
+_TOKENIZER = "effective.tokenizer.sha256"
 
 # What an arm is: a difference in these within an arm leaves nothing that a mean could be of.
 _IDENTITY = ("model", "parameters", "tokenizer")
@@ -150,11 +155,9 @@ def _judge_pairs(
     """The judgements of all pairs, those between the most common runs first."""
     kinds = {run.name: _kind(run.facts) for run in (*a, *b)}
     common = list(kinds.values())
-    groups: dict[tuple[str, str, bool, bool], list[tuple[Judged, Judged]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[Judged, Judged]]] = {}
     for first, second in pairs:
-        one_seed = same(first.facts.get(SEED), second.facts.get(SEED))
-        one_order = same(first.facts.get(ORDER), second.facts.get(ORDER))
-        key = (kinds[first.name], kinds[second.name], one_seed, one_order or not one_seed)
+        key = (kinds[first.name], kinds[second.name], *_of_pair(first.facts, second.facts))
         groups.setdefault(key, []).append((first, second))
     found = []
     for group in sorted(
@@ -178,25 +181,35 @@ def _rarer(first: Judged, second: Judged, kinds: Mapping[str, str], common: Sequ
 
 
 def _kind(facts: Facts) -> str:
-    """All that the judge sees of a run, but for its seed and the order that follows from it."""
+    """All that the judge sees of a run, but for its seed and what follows from that."""
+    apart = (SEED, *_READ)
     seen = {
         leaf: value
         for leaf, value in facts.items()
-        if leaf not in (SEED, ORDER) and tag_of(leaf).kind != "free"
+        if leaf not in apart and tag_of(leaf).kind != "free"
     }
-    seen["unknown"] = [leaf for leaf in (SEED, ORDER) if facts.get(leaf) is None]
+    seen["unknown"] = [leaf for leaf in apart if facts.get(leaf) is None]
     return json.dumps(seen, sort_keys=True, default=str)
+
+
+def _of_pair(a: Facts, b: Facts) -> tuple[bool | None, ...]:
+    """All that the judge sees of two runs in what is left out of their kinds."""
+    one_seed, changed = same(a.get(SEED), b.get(SEED)), _same_seed(a, b)
+    read = [same(a.get(leaf), changed.get(leaf)) for leaf in _READ]
+    return one_seed, *read, *(same_in_bytes(a, changed, leaf) for leaf in COUNTED)
 
 
 def _same_seed(a: Facts, b: Facts) -> Facts:
     """The facts of the second run as they would be under the seed of the first.
 
-    Runs of one seed are left as they are: their order must be proven to be the same.
+    Runs of one seed are left as they are: their order must be proven to be the same. So are the
+    bytes of two tokenizers, or of other tokens: they are more than a matter of the order.
     """
     if same(a.get(SEED), b.get(SEED)):
         return b
+    as_many = all(same(a.get(leaf), b.get(leaf)) for leaf in (TOKENS, _TOKENIZER))
     changed = dict(b)
-    for leaf in (SEED, ORDER):
+    for leaf in (SEED, ORDER_DIGEST, *((BYTES,) if as_many else ())):
         if a.get(leaf) is not None and b.get(leaf) is not None:
             changed[leaf] = a[leaf]
     return changed

@@ -116,7 +116,7 @@ def _said_twice(record: RunRecord, spec: RunSpec) -> Iterator[tuple[str, Any, An
 
 def _point_faults(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:
     """Points go forwards, and stand where so many steps lead."""
-    last = -1
+    last, read = -1, 0
     for index, point in enumerate(record.points):
         place = f"points[{index}]"
         if point.step <= last:
@@ -128,7 +128,9 @@ def _point_faults(record: RunRecord, spec: RunSpec) -> Iterator[Fault]:
         if point.tokens != tokens:
             message = f"these are not the tokens of step {point.step}"
             yield Fault(f"{place}.tokens", message, point.tokens, str(tokens))
-        last = point.step
+        if point.bytes is not None and point.bytes < read:
+            yield Fault(f"{place}.bytes", "no text is unread", point.bytes, f"{read} or more")
+        last, read = point.step, max(read, point.bytes or 0)
 
 
 def _speed_faults(record: RunRecord) -> Iterator[Fault]:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from workbench.compare.budgets import BYTES, TOKENS, same_in_bytes
 from workbench.compare.held_out import refusals
 from workbench.errors import Fault, UserError
 from workbench.spec.checklist import tag_of
@@ -38,7 +39,8 @@ ORDER_DIGEST = "effective.data.order_digest"
 
 # What a comparison adds, for the point at which two runs are compared.
 POINT_LEAVES = (
-    "effective.budget.tokens",
+    TOKENS,
+    BYTES,
     "effective.budget.lr_trace",
     "effective.budget.decay_tokens",
     ORDER_DIGEST,
@@ -109,7 +111,8 @@ def facts_of_record(record: RunRecord, point: Point | None) -> dict[str, Any]:
     if record.status not in ("FINISHED", "UNKNOWN"):
         facts["effective.budget.finished"] = False
     facts["effective.budget.decay_tokens"] = _decay_tokens(facts, record.total_tokens)
-    facts["effective.budget.tokens"] = point.tokens if point else None
+    facts[TOKENS] = point.tokens if point else None
+    facts[BYTES] = point.bytes if point else None
     facts["effective.budget.lr_trace"] = point.lr_trace if point else _NO_POINT
     facts[ORDER_DIGEST] = point.order_digest if point else _NO_POINT
     facts |= _refused_sets(record.effective.evaluation, facts)
@@ -132,7 +135,7 @@ def facts_of_spec(spec: RunSpec, foreseen: Foreseen, at: int | None) -> dict[str
         facts["effective.budget.decay_tokens"] = ends
     facts |= foreseen.facts
     if foreseen.points is not None:
-        facts["effective.budget.tokens"] = at
+        facts[TOKENS] = at
         no_point = dict.fromkeys(("effective.budget.lr_trace", ORDER_DIGEST), _NO_POINT)
         facts |= no_point if at is None else foreseen.at(at)
     sets: dict[str, dict[str, Any]] = {}
@@ -197,6 +200,8 @@ def same(a: Any, b: Any) -> bool:
 def equal_in_effect(a: Facts, b: Facts, leaf: str) -> bool:
     """Whether a leaf of which both values are known is the same in what it does."""
     first, second = value_of(a, leaf)[1], value_of(b, leaf)[1]
+    if (decided := same_in_bytes(a, b, leaf)) is not None:
+        return decided
     if same(first, second):
         return True
     if leaf == "effective.tokenizer.name":

@@ -16,6 +16,8 @@ from functools import cached_property
 from glob import escape
 from typing import Any, Literal, get_args
 
+from workbench.compare.budgets import BYTES, COUNTED
+from workbench.compare.declared import FINISHED, check_allow, declared_leaves
 from workbench.compare.facts import (
     PROOF,
     Facts,
@@ -24,7 +26,6 @@ from workbench.compare.facts import (
     known_at,
     same,
     set_of,
-    spec_leaves,
     value_of,
 )
 from workbench.errors import Fault, UserError, did_you_mean
@@ -46,10 +47,10 @@ Planned = tuple[bool, bool]
 _SEVERITY: tuple[Outcome, ...] = get_args(Outcome)
 _VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 _COUNTED = ("differs", "missing")
+_UNKNOWN = ("missing", "not yet known")
 
 # Shown with both values also where they match.
 _ALWAYS_SHOWN = "effective.parameters.total"
-_FINISHED = "effective.budget.finished"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Leaf:
 class Ruling:
     """One rule's outcome for this pair, and its effect on each claim (None: none).
 
-    `leaves` are those that do not match, and the one that is always shown.
+    `leaves` are those that do not match, and those that are shown nonetheless.
     """
 
     rule: str
@@ -153,9 +154,9 @@ def judge(
         UserError: a treatment or an allowance names nothing, or gives no reason.
     """
     allow = dict(allow or {})
-    _check_allow(allow)
+    check_allow(allow)
     leaves = all_leaves(a, b)
-    declared = _declared(treatment, leaves)
+    declared = declared_leaves(treatment, leaves)
     inferred = False
     judged = _judge_leaves(a, b, leaves, declared, planned)
     model = {leaf.path for leaf in judged if leaf.outcome == "differs" and _is_of_model(leaf.path)}
@@ -209,7 +210,8 @@ def _judge_leaves(
     }
     differing = [path for path, outcome in outcomes.items() if outcome == "differs"]
     in_one = {path for path in differing if None in (a.get(path), b.get(path))}
-    explain = _Explanations(tags, asked, differing, treatment, in_one)
+    unknown = [path for path, outcome in outcomes.items() if outcome in _UNKNOWN]
+    explain = _Explanations(tags, asked, differing, treatment, in_one, unknown)
     outcomes |= explain.outcomes
     follows = {path: explain.roots(path) for path in explain.outcomes}
     for path, outcome in outcomes.items():
@@ -243,9 +245,11 @@ class _Explanations:
         differing: list[str],
         treatment: set[str],
         in_one: set[str],
+        unknown: list[str],
     ) -> None:
         """`in_one` are the settings that only one of the two has."""
         self._tags, self._asked, self._differing, self._in_one = tags, asked, differing, in_one
+        self._unknown = unknown
         self.outcomes: dict[str, Outcome] = {
             path: "studied" for path in differing if path in treatment
         }
@@ -271,7 +275,8 @@ class _Explanations:
 
     def _candidates(self, path: str) -> list[str]:
         known = [*self._asked, *self._differing]
-        if any(matches(name, self._tags[path].unless) for name in known):
+        unless = self._tags[path].unless
+        if unless and any(matches(name, unless) for name in (*known, *self._unknown)):
             return []
         follows, under = self._patterns(path)
         return [name for name in known if name != path and matches(name, (*follows, *under))]
@@ -302,14 +307,17 @@ def _compare(a: Facts, b: Facts, path: str, planned: Planned) -> Outcome:
     if path.endswith(f".{PROOF}") and set_of(path):
         return "missing"
     first, second = a.get(path), b.get(path)
-    if type(first) is type(second) in (str, int, float) and first == second:
+    plain = type(first) is type(second) in (str, int, float) and path not in COUNTED
+    if plain and first == second:
         return "match"  # of what follows, where nearly every leaf ends
     known = [known_at(facts, path) for facts in (a, b)]
     values = [value_of(facts, path)[1] for facts in (a, b)]
-    if path == _FINISHED and any(values[i] is not True for i in (0, 1) if known[i]):
+    if path == FINISHED and any(values[i] is not True for i in (0, 1) if known[i]):
         return "differs"  # also two that broke off
     if all(known):
         return "match" if equal_in_effect(a, b, path) else "differs"
+    if (other := tag_of(path).instead_of) and _compare(a, b, other, planned) == "match":
+        return "match"
     may_come = [
         is_plan and path.startswith("effective.") and not value_of(facts, path)[0]
         for facts, is_plan in zip((a, b), planned, strict=True)
@@ -362,69 +370,13 @@ def _rule(name: str, judged: list[Leaf], allow: Mapping[str, str], inferred: boo
     if name in allow and "refuse" in effects.values():
         allowed = allow[name]
         effects = {claim: "flag" if effect else None for claim, effect in effects.items()}
-    shown = tuple(leaf for leaf in judged if leaf.outcome != "match" or leaf.path == _ALWAYS_SHOWN)
+    shown = tuple(leaf for leaf in judged if leaf.outcome != "match" or _is_shown(leaf))
     return Ruling(name, outcome, shown, effects, allowed, inferred, unproven, both_best)
 
 
-def _declared(treatment: Sequence[str], leaves: Sequence[str]) -> set[str]:
-    """The leaves that the declared treatments name, requested ones as what they became."""
-    declared: set[str] = set()
-    faults = []
-    for name in treatment:
-        patterns = _treatment_patterns(name)
-        if isinstance(patterns, Fault):
-            faults.append(patterns)
-        elif name.startswith("rule:"):
-            # That a run broke off is an accident of it, and nobody's treatment.
-            chosen = (path for path in leaves if tag_of(path).rule in patterns)
-            declared.update(path for path in chosen if path != _FINISHED)
-        else:
-            declared.update(path for path in leaves if matches(path, patterns))
-    if faults:
-        raise UserError(*faults)
-    return declared
-
-
-def _treatment_patterns(name: str) -> tuple[str, ...] | Fault:
-    place = "--treatment"
-    if name.startswith("rule:"):
-        rule = name.removeprefix("rule:")
-        if rule in RULES:
-            return (rule,)
-        hint = did_you_mean(rule, RULES)
-        return Fault(place, f"the checklist has no such rule.{hint}", name, ", ".join(RULES))
-    sections = dict.fromkeys(leaf.partition(".")[0] for leaf in spec_leaves() if "." in leaf)
-    known = [leaf for leaf in spec_leaves() if name in (leaf, leaf.partition(".")[0])]
-    if not known:
-        hint = did_you_mean(name, [*spec_leaves(), *sections])
-        message = f"a run spec has no such field or section.{hint}"
-        allowed = "a dotted field or a section of the spec, or rule:NAME"
-        return Fault(place, message, name, allowed)
-    patterns: list[str] = []
-    for leaf in known:
-        tag = tag_of(leaf)
-        if tag.kind == "judged":
-            patterns.append(leaf)
-        elif tag.kind == "requested":
-            patterns += tag.becomes
-    if not patterns:
-        message = "this is never compared, so it cannot be what is studied"
-        return Fault(place, message, name, "a field that a rule guards")
-    return tuple(patterns)
-
-
-def _check_allow(allow: Mapping[str, str]) -> None:
-    faults = []
-    for rule, reason in allow.items():
-        if rule not in RULES:
-            hint = did_you_mean(rule, RULES)
-            message = f"the checklist has no such rule.{hint}"
-            faults.append(Fault("--allow", message, rule, ", ".join(RULES)))
-        elif not reason.strip():
-            message = "an allowance needs its reason"
-            faults.append(Fault("--allow", message, rule, f"{rule}=why it may be"))
-    if faults:
-        raise UserError(*faults)
+def _is_shown(leaf: Leaf) -> bool:
+    """Whether a leaf that matches is shown with both values: bytes may match and not be equal."""
+    return leaf.path == _ALWAYS_SHOWN or (leaf.path == BYTES and not same(leaf.a, leaf.b))
 
 
 def _verdict_of(effect: Effect | None) -> Verdict:

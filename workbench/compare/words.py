@@ -95,6 +95,7 @@ _WORDING: dict[str, _Wording] = {
 
 _LABELS = {
     "effective.budget.tokens": "tokens consumed",
+    "effective.budget.bytes": "bytes of text read",
     "effective.budget.decay_tokens": "tokens at which the learning-rate decay ends",
     "effective.budget.lr_trace": "learning rate of every update so far",
     "effective.budget.finished": "finished",

@@ -7,12 +7,12 @@ add a field, add its tag; to add a rule, add its row to `RULES` and tag its leav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal
 
-RULESET_VERSION = 5
+RULESET_VERSION = 6
 
 Claim = Literal["nll", "bpb", "throughput", "memory"]
 CLAIMS: tuple[Claim, ...] = ("nll", "bpb", "throughput", "memory")
@@ -88,9 +88,10 @@ class Tag:
     leaves `becomes`. `free`: never compared. `follows` names (as patterns) the leaves whose
     difference explains a difference here; it then counts once, there. The leaves `under` explain it
     only as the treatment: undeclared, they count under a weaker rule and would hide this one. When
-    a leaf of `unless` differs, nothing explains a difference here. The leaves `exists_by` explain
-    no more than that a setting is null in one of the two, where it does not apply. `<set>` stands
-    for the evaluation set that the leaf itself belongs to.
+    a leaf of `unless` differs or is not known, nothing explains a difference here. The leaves
+    `exists_by` explain no more than that a setting is null in one of the two, where it does not
+    apply. Where `instead_of` matches, this leaf need not be known. `<set>` stands for the
+    evaluation set that the leaf itself belongs to.
     """
 
     rule: str | None
@@ -100,6 +101,7 @@ class Tag:
     under: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     exists_by: tuple[str, ...] = ()
+    instead_of: str | None = None
 
 
 FREE = Tag(None, "free")
@@ -203,8 +205,8 @@ _GROUPS = (
 )
 
 # First matching pattern wins. The leaves are those of `RunSpec`, of `Effective`, and what a
-# comparison adds for the point compared: `effective.budget.{tokens,lr_trace,decay_tokens}` and
-# `effective.data.order_digest`.
+# comparison adds for the point compared: `effective.budget.{tokens,bytes,lr_trace,decay_tokens}`
+# and `effective.data.order_digest`.
 TAGS: tuple[tuple[str, Tag], ...] = (
     # -- the resolved spec
     ("name", FREE),
@@ -315,7 +317,24 @@ TAGS: tuple[tuple[str, Tag], ...] = (
     ("effective.data.order_proof", FREE),  # in words; `train_sha256` is the proof
     ("effective.data.counts", FREE),
     ("effective.budget.finished", _judged("budget")),
-    ("effective.budget.tokens", _judged("budget")),
+    # Of two tokenizers, the bytes of text may be the budget that both have had: one of them is
+    # enough, and only what differs in both is another budget.
+    (
+        "effective.budget.tokens",
+        _judged("budget", "effective.tokenizer.sha256", unless=("effective.budget.bytes",)),
+    ),
+    (
+        "effective.budget.bytes",
+        replace(
+            _judged(
+                "budget",
+                "effective.data.order_digest",
+                "effective.budget.tokens",
+                "effective.tokenizer.sha256",
+            ),
+            instead_of="effective.budget.tokens",
+        ),
+    ),
     # Where the decay ends: two runs at the same token count, one half way down its cosine and one
     # at its end, have not had the same budget, whatever else explains their learning rates.
     ("effective.budget.decay_tokens", _judged("budget", "schedule.decay")),

@@ -210,13 +210,14 @@ class Point(_Part):
 
     `order_digest` chains the token ids of every window consumed so far; `lr_trace` chains the
     learning rate of every update so far together with its token count. Of an imported run neither
-    is known.
+    is known. `bytes` of text were read: None where no tokenizer says so, or nobody counted.
     """
 
     step: int
     tokens: int
     order_digest: str | None
     lr_trace: str | None
+    bytes: int | None = None
 
 
 class Addition(_Part):

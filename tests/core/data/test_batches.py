@@ -231,3 +231,24 @@ def test_digest_resumes() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.update(batch[4:])
     assert second.state_dict() == straight.state_dict()
+
+
+def test_bytes_are_those_of_the_targets_by_hand() -> None:
+    lengths = np.array([3, 5, 0, 1])
+    digest = TokenDigest(lengths)
+    digest.update(np.array([[0, 1, 2], [3, 3, 1]], np.uint16))
+    assert digest.bytes == (5 + 0) + (1 + 5)
+    again = TokenDigest(lengths)
+    again.load_state_dict(json.loads(json.dumps(digest.state_dict())))
+    again.update(np.array([[1, 1, 1]]))
+    assert again.bytes == 11 + 10
+
+
+def test_bytes_that_were_not_counted_from_the_start_are_unknown() -> None:
+    digest = TokenDigest(np.array([3, 5]))
+    digest.load_state_dict({"sha256": "0" * 64, "sequences": 4})  # of before they were counted
+    digest.update(np.array([[1, 1]]))
+    assert digest.bytes is None
+    nobody_says = TokenDigest()
+    nobody_says.update(np.array([[1, 1]]))
+    assert nobody_says.bytes is None

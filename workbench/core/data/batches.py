@@ -1,4 +1,4 @@
-"""The training order: which window of tokens is sequence i of a run, and the digest of those read.
+"""The training order: which window of tokens is sequence i of a run, and the proof of those read.
 
 Sequence i is a function of the data, the seed and i alone. Batch size, accumulation and the number
 of processes only decide who reads which i and when, so they cannot change the order, and a run
@@ -295,17 +295,25 @@ class TokenDigest:
 
     Chained per sequence, `d <- SHA-256(d || ids as little-endian uint32)`, so that it depends on
     the sequences and their order and not on how they were batched.
+
+    `bytes` are the UTF-8 bytes of text behind the targets so far, special tokens without any: what
+    runs of two tokenizers have in common. None: no tokenizer says it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, byte_lengths: npt.NDArray[np.int64] | None = None) -> None:
+        """`byte_lengths` are the text bytes of each id [V]."""
         self._digest = _START
+        self._byte_lengths = byte_lengths
         self.sequences = 0
+        self.bytes: int | None = None if byte_lengths is None else 0
 
     def update(self, windows: npt.NDArray[np.integer]) -> None:
         """Chain the windows [N, S + 1] in order."""
         for window in np.asarray(windows, dtype="<u4"):
             self._digest = hashlib.sha256(self._digest + window.tobytes()).digest()
             self.sequences += 1
+        if self._byte_lengths is not None and self.bytes is not None:
+            self.bytes += int(self._byte_lengths[windows[:, 1:]].sum())
 
     def hexdigest(self) -> str:
         """The digest so far, 64 hexadecimal characters."""
@@ -313,12 +321,13 @@ class TokenDigest:
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as JSON can hold it."""
-        return {"sha256": self.hexdigest(), "sequences": self.sequences}
+        return {"sha256": self.hexdigest(), "sequences": self.sequences, "bytes": self.bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state; one without a count of bytes leaves them unknown."""
         self._digest = bytes.fromhex(state["sha256"])
         self.sequences = int(state["sequences"])
+        self.bytes = state.get("bytes")
 
 
 def _philox(seed: int, stream: str, sequence: int) -> np.random.Philox:

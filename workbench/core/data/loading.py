@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from workbench.core.data.batches import RandomWindows, TokenWindows, TrainStream, WindowStream
 from workbench.core.data.corpus import Corpus, sample_corpus, text_corpus
@@ -46,6 +47,7 @@ class Data:
 
     Evaluation sets stand under the names that their numbers are logged by: what each has earned.
     `train_passages` is the training side of that measurement; None: there is nothing to look into.
+    `byte_lengths` are the text bytes of each id [V]; None: no tokenizer is known that says so.
     """
 
     tokenizer: Tokenizer | Vocabulary
@@ -53,6 +55,7 @@ class Data:
     facts: dict[str, Any]
     train_stream: Callable[[], TrainStream]  # a fresh stream, at its start
     train_passages: Passages | None = None
+    byte_lengths: npt.NDArray[np.int64] | None = None
 
 
 def load_data(spec: RunSpec, store: Path, *, seed: int) -> Data:
@@ -113,7 +116,7 @@ def _from_shards(spec: RunSpec, store: Path, seed: int) -> Data:
     found = load_shards(spec, store, seed=seed)
     stream = partial(WindowStream, found.windows)
     data = _data(found.vocabulary, found.facts, found.sets, spec, stream, NOT_DECODED)
-    return replace(data, train_passages=found.training)
+    return replace(data, train_passages=found.training, byte_lengths=found.byte_lengths)
 
 
 def _from_corpus(
@@ -157,7 +160,8 @@ def _from_corpus(
         "counts": _counts(corpus, split, windows),
     }
     data = _data(tokenizer, facts, sets, spec, lambda: WindowStream(windows))
-    return replace(data, train_passages=split.train_passages)
+    lengths = tokenizer.byte_lengths
+    return replace(data, train_passages=split.train_passages, byte_lengths=lengths)
 
 
 def _from_stream(spec: RunSpec, tokenizer: Tokenizer, store: Path) -> Data:
@@ -177,7 +181,8 @@ def _from_stream(spec: RunSpec, tokenizer: Tokenizer, store: Path) -> Data:
         name: of_training(one) if name == "train_split" else passing(one, settings_of(spec.data))
         for name, one in found.sets.items()
     }
-    return _data(tokenizer, found.facts, sets, spec, found.train_stream)
+    data = _data(tokenizer, found.facts, sets, spec, found.train_stream)
+    return replace(data, byte_lengths=tokenizer.byte_lengths)
 
 
 def known_facts(spec: RunSpec, store: Path) -> dict[str, Any] | None:

@@ -177,12 +177,18 @@ class ShardText:
         self.tokenizer = tokenizer
         self._is_by_content = not vocabulary_of(shards).content_sha256.startswith(BY_SHARDS)
 
-    def byte_counts(self, shard: TokenShard, ranges: Int64) -> Int64 | None:
-        """UTF-8 bytes of the text of each stretch [M]; None where they are not known, which takes
-        the hash of the tokenizer."""
+    @property
+    def byte_lengths(self) -> Int64 | None:
+        """Text bytes of each id [V]; None where they are not known, which takes the hash of the
+        tokenizer."""
         if isinstance(self.tokenizer, str) or not self._is_by_content:
             return None
-        lengths = self.tokenizer.byte_lengths
+        return self.tokenizer.byte_lengths
+
+    def byte_counts(self, shard: TokenShard, ranges: Int64) -> Int64 | None:
+        """UTF-8 bytes of the text of each stretch [M]; None where they are not known."""
+        if (lengths := self.byte_lengths) is None:
+            return None
         sums = [_sum(lengths, shard.tokens, start, end) for start, end in ranges.tolist()]
         return np.array(sums, np.int64)
 

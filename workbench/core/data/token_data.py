@@ -55,13 +55,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """What shards bring; `facts` are those of the training data."""
+    """What shards bring; `facts` are those of the training data, `byte_lengths` the text bytes of
+    each id [V] where they are known."""
 
     vocabulary: Vocabulary
     windows: TokenWindows
     sets: dict[str, JudgedSet]
     facts: dict[str, Any]
     training: Passages
+    byte_lengths: Int64 | None
 
 
 class Stretches(Sequence[Ids]):
@@ -140,7 +142,7 @@ def load_shards(spec: RunSpec, store: Path, *, seed: int) -> TokenData:
         "split": split.rule,
         "counts": _counts(split, train, held_out, windows),
     }
-    return TokenData(vocabulary_of(shards), windows, sets, facts, training)
+    return TokenData(vocabulary_of(shards), windows, sets, facts, training, text.byte_lengths)
 
 
 def open_shards(spec: RunSpec, memory: Path) -> list[TokenShard]:
